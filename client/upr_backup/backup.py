@@ -21,6 +21,7 @@ from upr_backup.repository.documents import (
 from upr_backup.repository.index import EVERY
 from upr_backup.repository.lock import Holding
 from upr_backup.repository.repository import Attempt, Repository
+from upr_backup.rows import grouped
 from upr_backup.task import Task, TaskResult, staged_result
 from upr_client.admin import CutInfo, Pin
 from upr_client.endpoints import Login
@@ -46,30 +47,13 @@ _ATTEMPTS: Final = 4
 
 
 class Source(Protocol):
-    """The server's cuts, as far as a backup needs them."""
+    """The server's cuts, as far as a backup needs them; see ``source.ServerSource``."""
 
-    def make_cut(self) -> CutInfo:
-        """Pin all partitions but dead ones at one instant; what other runs of the repository left is given up."""
-
-    def find_cut(self, name: str) -> CutInfo | None:
-        """Return a cut whose lease has not ended, with a lease that begins anew; None when it is gone."""
-
-    def renew(self, name: str) -> None:
-        """Keep a cut; called all the time.
-
-        Raises:
-            HistoryChangedError: it is gone.
-        """
-
-    def release(self, name: str) -> None:
-        """Give a cut up."""
-
-    def committed(self, cut_time: int) -> None:
-        """Take note that everything up to the cut of that time is in the repository."""
-
-
-def _nothing(*_: object) -> None:
-    pass
+    def make_cut(self) -> CutInfo: ...
+    def find_cut(self, name: str) -> CutInfo | None: ...
+    def renew(self, name: str) -> None: ...
+    def release(self, name: str) -> None: ...
+    def committed(self, cut_time: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -104,8 +88,8 @@ class Run:
     login: Login = field(default_factory=Login)
     full: bool = False
     restart: bool = False
-    say: Callable[[str], Any] = _nothing
-    progress: Callable[[int, int, int], Any] = _nothing
+    say: Callable[[str], Any] = lambda words: None
+    progress: Callable[[int, int, int], Any] = lambda rows, done, total: None
     clock: Callable[[], int] = now_micros
     group_seqnos: int | None = None
     patience: float = PATIENCE_SECONDS
@@ -290,15 +274,7 @@ def split(
             sizes[partition] = max(pin.seqno - (entry.end if entry else 0), 1)
     if group_seqnos is None:
         group_seqnos = group_size(sum(sizes.values()), parallel)
-    groups: list[list[int]] = []
-    room = 0
-    for partition, size in sizes.items():
-        if not groups or room < size:
-            groups.append([])
-            room = group_seqnos
-        groups[-1].append(partition)
-        room -= size
-    return groups
+    return grouped(sizes, group_seqnos)
 
 
 def group_size(seqnos: int, parallel: int) -> int:

@@ -114,7 +114,6 @@ class Export:
         return pa.Table.from_arrays(columns, schema=wanted)
 
     def exported(self, files: int | None) -> Exported:
-        """Return what was written so far."""
         return Exported(self._written[0], self._written[1], files)
 
 
@@ -321,7 +320,10 @@ def to_delta(export: Export, to: str, overwrite: bool) -> Exported:
 
     def write() -> None:
         if not overwrite and DeltaTable.is_deltatable(to):
-            raise _table_is_there(to)
+            raise NotEmptyError(
+                f"there is a Delta table in {to} already",
+                hint="--overwrite replaces it in one commit",
+            )
         write_deltalake(
             to,
             rows,
@@ -341,19 +343,12 @@ def to_delta(export: Export, to: str, overwrite: bool) -> Exported:
 
 
 def _delta_failure(error: Exception, to: str) -> Exception:
-    """Return what an error of deltalake means."""
     text = _COLOURS.sub("", str(error)).replace(" ↳", ":")
     known = of_object_store(text, to) if "://" in to else None
     if known is not None:
         return known
     words = " ".join(text.split())[:_WORDS]
     return ExportFailedError(f"the Delta table {to} cannot be written: {words}")
-
-
-def _table_is_there(to: str) -> NotEmptyError:
-    return NotEmptyError(
-        f"there is a Delta table in {to} already", hint="--overwrite replaces it in one commit"
-    )
 
 
 def _batches(export: Export, failures: list[Exception], halted: threading.Event) -> Iterator[Any]:

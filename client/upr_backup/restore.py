@@ -99,7 +99,6 @@ class Journal:
         return journal
 
     def record(self, index: int, document: Json, say: Callable[[str], Any]) -> None:
-        """Record a group that was written."""
         self._put(_group(index), document, say)
 
     def recorded(self) -> dict[int, Json]:
@@ -383,15 +382,7 @@ class Restore:
         at = 0
         for group in journal.groups:
             self.progress("compared", at, total)
-            found = self._difference(group)
-            if found:
-                # What is wrong is not mended by going on.
-                journal.end()
-                raise RepositoryDamagedError(
-                    f"the bucket {self.bucket.name!r} does not hold what was restored: in partitions {group[0]} to "
-                    f"{group[-1]} are {found.words()}",
-                    hint="did somebody else write meanwhile?",
-                )
+            self._end_if(self._difference(group), journal, f"{group[0]} to {group[-1]}")
             at += len(group)
         if not self.into_non_empty:
             self._compare_rest(journal)
@@ -411,11 +402,16 @@ class Restore:
         if not rest:
             return
         found = live(read_newest(self.bucket, rest))
-        if found.num_rows:
+        unexpected = differences(BUCKET_SCHEMA.empty_table(), found)
+        self._end_if(unexpected, journal, "that the backup has nothing of")
+
+    def _end_if(self, found: Differences, journal: Journal, which: str) -> None:
+        """Raise RepositoryDamagedError where partitions differ, and end the journal."""
+        if found:
+            # What is wrong is not mended by going on.
             journal.end()
-            nothing = BUCKET_SCHEMA.empty_table()
             raise RepositoryDamagedError(
-                f"the bucket {self.bucket.name!r} does not hold what was restored: in partitions that the backup has "
-                f"nothing of are {differences(nothing, found).words()}",
+                f"the bucket {self.bucket.name!r} does not hold what was restored: in partitions {which} are "
+                f"{found.words()}",
                 hint="did somebody else write meanwhile?",
             )

@@ -107,10 +107,6 @@ class Fold(Protocol):
         """
 
 
-def no_progress(done: int, total: int) -> None:
-    """Tell nobody."""
-
-
 @dataclass(slots=True)
 class Merge:
     """A merge that is being made.
@@ -127,7 +123,7 @@ class Merge:
     repository: Repository
     fold: Fold
     lock: Holding
-    progress: Callable[[int, int], Any] = no_progress
+    progress: Callable[[int, int], Any] = lambda done, total: None
     clock: Callable[[], int] = now_micros
     file_bytes: int = FILE_BYTES
 
@@ -221,7 +217,6 @@ def _refused(chain: Chain, to: int) -> MergeRefusedError:
 def _base(
     manifest: Manifest, digest: str, folded: Sequence[Folded], started: int, finished: int
 ) -> Manifest:
-    """Return the merged base of a backup."""
     files: list[FileRef] = []
     written: dict[int, tuple[int, int, int]] = {}
     for part in folded:
@@ -269,7 +264,6 @@ class FileFold:
     def __call__(
         self, counted: Mapping[int, Sequence[Segment]], sizes: Mapping[int, int], path: str
     ) -> Folded:
-        """Fold partitions into one new file."""
         self._check({part.file for parts in counted.values() for part in parts})
         writer = RowsWriter(self._storage, path)
         try:

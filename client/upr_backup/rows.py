@@ -165,7 +165,8 @@ def read_rows(storage: Storage, file: FileRef, partitions: Iterable[int]) -> Ite
     except _DAMAGE as error:
         if not is_damage(error):
             raise
-        raise RepositoryDamagedError(f"{file.path} cannot be read: {_short(error)}") from error
+        words = " ".join(str(error).split())[:200]
+        raise RepositoryDamagedError(f"{file.path} cannot be read: {words}") from error
 
 
 def _check_parquet(parquet: Any, file: FileRef) -> None:
@@ -202,10 +203,6 @@ def _overlaps(statistics: Any, low: int, high: int) -> bool:
     if statistics is None or not statistics.has_min_max:
         return True
     return bool(statistics.min <= high and statistics.max >= low)
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def state(
@@ -469,7 +466,7 @@ def _rows_of(
 
 
 def grouped(sizes: Mapping[int, int], group_bytes: int = GROUP_BYTES) -> list[list[int]]:
-    """Return partitions, ascending, in groups of about so many bytes; a larger one comes alone."""
+    """Return partitions, ascending, in groups of about so many bytes, or whatever sizes count; a larger one comes alone."""
     groups: list[list[int]] = []
     room = 0
     for partition, size in sorted(sizes.items()):
@@ -591,7 +588,6 @@ class Differences(NamedTuple):
         return bool(self.missing or self.different or self.unexpected)
 
     def words(self) -> str:
-        """Return it as words."""
         kinds = (
             (self.missing, "missing"),
             (self.different, "with another value"),

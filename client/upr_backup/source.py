@@ -97,7 +97,7 @@ class ServerSource:
                 time.sleep(_ASK_AGAIN_SECONDS)
 
     def renew(self, name: str) -> None:
-        """Have a cut's lease begin anew when a third of it is over.
+        """Have a cut's lease begin anew when a third of it is over; called all the time.
 
         Raises:
             HistoryChangedError: the cut is gone.

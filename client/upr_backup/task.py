@@ -15,7 +15,7 @@ from upr_backup.repository.documents import (
     file_from_json,
     rolled_back_from_json,
 )
-from upr_backup.repository.repository import Attempt, Repository
+from upr_backup.repository.repository import Repository
 from upr_client.admin import CutInfo
 from upr_client.endpoints import Login
 
@@ -61,7 +61,6 @@ class TaskResult(NamedTuple):
     rollbacks: list[RolledBack]
 
     def to_json(self) -> Json:
-        """Return the group's record."""
         return {
             "file": None if self.file is None else self.file._asdict(),
             "entries": {str(p): entry_to_json(entry) for p, entry in self.entries.items()},
@@ -86,7 +85,7 @@ def staged_result(
     repository: Repository, number: int, attempt: str, index: int
 ) -> TaskResult | None:
     """Return what was read of a group whose file is there; None when the group has to be read."""
-    record = repository.staged_group(Attempt(number, attempt, {}), index)
+    record = repository.staged_group(number, attempt, index)
     if record is None:
         return None
     try:
@@ -109,6 +108,6 @@ def stage_read(
         read: reads it into a file of the name that it is given, and makes that durable.
     """
     own = read(task, repository.new_data_name(task.number))
-    repository.stage_group(Attempt(task.number, task.attempt, {}), task.index, own.to_json())
+    repository.stage_group(task.number, task.attempt, task.index, own.to_json())
     # Of two tasks for one group the first one's record stays, and both have to report the same.
     return staged_result(repository, task.number, task.attempt, task.index) or own

@@ -9,7 +9,6 @@ MODULES = ("click", "pyarrow")
 
 
 def main() -> None:
-    """Run upr-backup."""
     # Its handlers abort about every fiftieth process that pyspark forks to start a JVM, and nothing here forks and goes on.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     run("upr-backup", "backup", MODULES, "upr_backup.cli.commands")

@@ -127,7 +127,6 @@ def keep_or_none(repository: Repository, chain: Chain) -> Keep | None:
 
 
 def is_keep_given() -> bool:
-    """Return whether one of the options says what stays."""
     return bool(click.get_current_context().meta.get(_KEEP))
 
 
@@ -222,7 +221,6 @@ _JSON_SECONDS: Final = 1.0
 
 
 def progress_option(function: _F) -> _F:
-    """Add --progress."""
 
     def remember(context: click.Context, _: click.Parameter, value: str) -> None:
         context.meta[_PROGRESS] = value

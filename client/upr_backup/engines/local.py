@@ -149,7 +149,6 @@ class _Worker:
         return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
 
     def kill(self) -> None:
-        """End the process, at once."""
         self._process.kill()
         self._process.join()
         self.pipe.close()
@@ -200,7 +199,6 @@ class Gathered:
             self.tell()
 
     def tell(self) -> None:
-        """Tell of what was counted."""
         rows, self._rows, self._told_at = self._rows, 0, time.monotonic()
         self._told(rows)
 

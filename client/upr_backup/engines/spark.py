@@ -138,7 +138,6 @@ class _Job:
                 yield from _finished(index, result)
 
     def cancel(self) -> None:
-        """End what still runs."""
         if self._thread.is_alive():
             # Where the JVM is gone nothing runs.
             with suppress(Exception):

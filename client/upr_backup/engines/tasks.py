@@ -38,7 +38,6 @@ class GroupsSource(DataSource):
         return "group INT, record STRING"
 
     def reader(self, schema: Any) -> DataSourceReader:
-        """Return what plans and runs the tasks."""
         return _Reader(self.options[OPTION])
 
 
@@ -47,7 +46,6 @@ class _Reader(DataSourceReader):
         self._tasks = tasks
 
     def partitions(self) -> list[InputPartition]:
-        """Return a task for each group."""
         return [InputPartition(task) for task in pickle.loads(b64decode(self._tasks))]
 
     def read(self, partition: InputPartition) -> Iterator[tuple[int, str]]:

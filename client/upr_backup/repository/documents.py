@@ -367,7 +367,6 @@ def rolled_back_from_json(values: Any) -> RolledBack:
 
 
 def entry_to_json(entry: Entry) -> Json:
-    """Return a partition's entry as a JSON object."""
     return dict(zip(_ENTRY, entry, strict=True))
 
 

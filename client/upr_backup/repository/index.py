@@ -37,7 +37,6 @@ _NAME: Final = re.compile(r"index/[0-9]{10}\.json")
 
 
 def manifest_name(number: int) -> str:
-    """Return the name of a backup's manifest."""
     return f"chain/{number:010d}.json"
 
 

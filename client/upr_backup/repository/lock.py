@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from upr_backup.errors import LockedError
@@ -75,12 +74,7 @@ class Lock:
                 return self
         raise LockedError("the repository is locked by another run that began just now")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._number:
             # Numbers never begin again: a request to delete that arrives late then meets no other run's lock. What
             # was committed stays committed whether this succeeds or not.
@@ -97,7 +91,7 @@ class Lock:
             LockedError: a process of this machine has it, which can be ended.
         """
         number, holder = self._newest()
-        if holder.endswith(_here()):
+        if holder.endswith(f" on {socket.gethostname()[:_HOST_SHOWN]}"):
             raise LockedError(
                 f"the repository is locked by {holder}, which runs here",
                 hint="end that process: then the lock is free by itself",
@@ -122,9 +116,8 @@ class Lock:
         self._looked = at
         if self._newest_number() != self._number or (due and not self._create(self._number + 1)):
             raise LockedError("another run took the repository over: this one was paused too long")
-        if not due:
-            return
-        self._forget_older()
+        if due:
+            self._forget_older()
 
     def _create(self, number: int, released: bool = False) -> bool:
         now = self._clock()
@@ -166,10 +159,6 @@ class Lock:
         for name in self._storage.names(_FOLDER):
             if _LOCK.fullmatch(name) and name < _name(self._number):
                 self._storage.delete(name)
-
-
-def _here() -> str:
-    return f" on {socket.gethostname()[:_HOST_SHOWN]}"
 
 
 def _name(number: int) -> str:

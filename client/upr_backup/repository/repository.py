@@ -478,7 +478,6 @@ class Repository:
     # Merged bases.
 
     def merged_name(self, number: int) -> str:
-        """Return the name for a new attempt at a merged base."""
         return f"{MERGED}{number:010d}-{secrets.token_hex(8)}.json"
 
     def commit_merged(self, name: str, manifest: Manifest) -> bool:
@@ -654,9 +653,8 @@ class Repository:
     # Staging.
 
     def stage(self, number: int, plan: Json) -> Attempt:
-        """Begin an attempt."""
         attempt = Attempt(number, secrets.token_hex(8), plan)
-        self.storage.put_if_absent(f"{_folder(attempt)}plan.json", seal(plan))
+        self.storage.put_if_absent(f"{_folder(number, attempt.name)}plan.json", seal(plan))
         return attempt
 
     def attempts(self, number: int) -> list[Attempt]:
@@ -670,13 +668,13 @@ class Repository:
                     found.append(Attempt(number, folder.rpartition("/")[2], plan))
         return found
 
-    def staged_group(self, attempt: Attempt, group: int) -> Json | None:
+    def staged_group(self, number: int, attempt: str, group: int) -> Json | None:
         """Return what was recorded of a group; None when it was not."""
-        return self._staged(f"{_folder(attempt)}{group:04d}.json")
+        return self._staged(f"{_folder(number, attempt)}{group:04d}.json")
 
-    def stage_group(self, attempt: Attempt, group: int, record: Json) -> None:
+    def stage_group(self, number: int, attempt: str, group: int, record: Json) -> None:
         """Record a group whose file is durable."""
-        self.storage.put_if_absent(f"{_folder(attempt)}{group:04d}.json", seal(record))
+        self.storage.put_if_absent(f"{_folder(number, attempt)}{group:04d}.json", seal(record))
 
     def _staged(self, name: str) -> Json | None:
         try:
@@ -685,13 +683,12 @@ class Repository:
             # Nothing depends on it: it is read from the server again.
             return None
 
-    def clean(self, committed: int) -> int:
-        """Remove what was staged for numbers up to ``committed`` and is not in their manifests; returns how many.
+    def clean(self, committed: int) -> None:
+        """Remove what was staged for numbers up to ``committed`` and is not in their manifests.
 
         Raises:
             RepositoryDamagedError: a manifest cannot be read; nothing of its number was removed.
         """
-        removed = 0
         numbers = {number_in(name) for name in self.storage.names(STAGING)}
         numbers &= self._numbers()
         for number in sorted(number for number in numbers if 0 < number <= committed):
@@ -703,8 +700,6 @@ class Repository:
             doomed += self.storage.names(f"{STAGING}{number:010d}/")
             for name in doomed:
                 self.storage.delete(name)
-            removed += len(doomed)
-        return removed
 
 
 def _read(storage: Storage, name: str) -> bytes:
@@ -723,8 +718,8 @@ def _tag_name(name: str) -> str:
     return f"{TAGS}{name}.json"
 
 
-def _folder(attempt: Attempt) -> str:
-    return f"{STAGING}{attempt.number:010d}/{attempt.name}/"
+def _folder(number: int, attempt: str) -> str:
+    return f"{STAGING}{number:010d}/{attempt}/"
 
 
 def _expiry_name(number: int) -> str:
