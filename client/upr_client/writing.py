@@ -2,7 +2,7 @@
 
 import copy
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Final, NamedTuple
@@ -16,7 +16,6 @@ from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     BLOCK_ROWS_MAX,
     GROUP_ROWS_MAX,
-    WRITES_IN_FLIGHT_MAX,
     choice,
 )
 from upr_protocol.partitioning import partition_of, partitions_of
@@ -127,17 +126,12 @@ def result_runs(result: kv_pb2.WriteResult) -> list[tuple[int, int, int, int]]:
     )
 
 
-def partly_refused(
-    partitions: Iterable[types_pb2.RefusedPartition], *, applied: bool
-) -> UprError | None:
-    """Return the error of a write that partitions refused for good; None for none.
+def partly_refused(refused: Sequence[types_pb2.RefusedPartition], *, applied: bool) -> UprError:
+    """Return the error of a write that partitions, at least one, refused for good.
 
     Args:
         applied: whether other partitions applied their part, or still may.
     """
-    refused = list(partitions)
-    if not refused:
-        return None
     error = error_of(refused[0].problem)
     if len(refused) == 1 and not applied:
         return error
@@ -156,11 +150,6 @@ def part_of(request: kv_pb2.WriteRequest, partitions: Collection[int]) -> kv_pb2
     part = write_request(select_runs(block, keep), write.durability)
     part.write.number = write.number
     return part
-
-
-def window_of(opened: kv_pb2.WriteOpened) -> int:
-    """Return how many writes may be outstanding, 1 to 64."""
-    return min(opened.writes_in_flight or WRITES_IN_FLIGHT_MAX, WRITES_IN_FLIGHT_MAX)
 
 
 @dataclass(slots=True)

@@ -3,13 +3,12 @@
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from upr_client import backoff
-from upr_client._async.call import Call, Stubs
+from upr_client._async.call import BucketHandle, Call, Stubs
 from upr_client._async.io import Background, Event, NextTurn, Once, Semaphore, mutex, now
 from upr_client.endpoints import is_elsewhere, moves_on
 from upr_client.writing import (
@@ -21,7 +20,6 @@ from upr_client.writing import (
     part_of,
     partly_refused,
     result_runs,
-    window_of,
     write_request,
 )
 from upr_protocol.block import Block
@@ -82,42 +80,17 @@ class AsyncBlockWriter:
     """Writes of one producer into one bucket, in order.
 
     Args:
-        stubs: returns the services of the endpoint to use now.
-        failed: called with the error of a lost call, how it was opened, and whether it did something; returns the longest
-            pause before the next one, None for one that grows.
-        elsewhere: see ``Connection.elsewhere``.
-        learn: called with the addresses of servers.
-        bucket: the bucket's name.
         producer: name of the writer, by which the server recognises retries.
-        connect_seconds: how long the server may take to accept a call.
-        retry_seconds: how long to try without any progress; None for ever.
-        on_version: called with the bucket's version.
         first_number: of the first write; None for the one after the last that the server knows of the producer. With
             it a number is a write's place: it stays also after a refusal, and when a write fails all behind it do.
     """
 
     def __init__(
-        self,
-        stubs: Callable[[], Stubs],
-        failed: Callable[[UprError, Stubs, bool], float | None],
-        elsewhere: Callable[[Stubs, str], Any],
-        learn: Callable[[Iterable[str]], None],
-        bucket: str,
-        producer: str,
-        connect_seconds: float,
-        retry_seconds: float | None,
-        on_version: Callable[[int], None],
-        first_number: int | None = None,
+        self, bucket: BucketHandle, producer: str, first_number: int | None = None
     ) -> None:
-        self._stubs = stubs
-        self._failed = failed
-        self._elsewhere = elsewhere
-        self._learn = learn
         self._bucket = bucket
+        self._connection = bucket.connection
         self._producer = producer
-        self._connect_seconds = connect_seconds
-        self._retry_seconds = retry_seconds
-        self._on_version = on_version
         self._mutex = mutex()
         self._gathering = Gathering()
         self._next_turn = NextTurn(self._send_begun)
@@ -315,10 +288,12 @@ class AsyncBlockWriter:
             answered_at = self._progress_at
             longest: float | None = None
             try:
-                stubs = self._stubs()
+                stubs = self._connection.stubs()
                 error = await self._one_call(stubs)
                 if not self._closing.is_set():
-                    longest = self._failed(error, stubs, self._progress_at != answered_at)
+                    longest = self._connection.failed(
+                        error, stubs, self._progress_at != answered_at
+                    )
             except UprError as failure:
                 error = failure
             except Exception as failure:
@@ -334,7 +309,7 @@ class AsyncBlockWriter:
                 refused = next((w.refused for w in self._pending.values() if w.refused), None)
                 why = refused or error
                 waited = now() - self._progress_at
-                limit = self._retry_seconds
+                limit = self._connection.retry_seconds
                 if not why.retriable or (limit is not None and waited >= limit):
                     self._fail_all(why)
                     if not self._closing.is_set():
@@ -351,7 +326,7 @@ class AsyncBlockWriter:
                 seconds = min(seconds, limit - waited)
             _logger.info(
                 "%s: writing stopped with %s (%s); again in %.2f s",
-                self._bucket,
+                self._bucket.name,
                 why.reason,
                 why,
                 seconds,
@@ -376,18 +351,17 @@ class AsyncBlockWriter:
         call.send(
             kv_pb2.WriteRequest(
                 open=kv_pb2.WriteOpen(
-                    bucket=self._bucket,
+                    bucket=self._bucket.name,
                     bucket_version=self._version or None,
                     producer=self._producer,
                     results_together=True,
                 )
             )
         )
-        if not await self._until(self._opened, stubs, self._connect_seconds):
+        longest = self._connection.connect_timeout
+        if not await self._until(self._opened, stubs, longest):
             await call.cancel()
-            self._end = UnavailableError(
-                f"the server did not accept the call within {self._connect_seconds:g} s"
-            )
+            self._end = UnavailableError(f"the server did not accept the call within {longest:g} s")
         await self._until(self._ended, stubs)
         await call.cancel()
         with self._mutex:
@@ -408,7 +382,7 @@ class AsyncBlockWriter:
                 quiet = bool(self._pending) and now() - self._progress_at >= QUIET_SECONDS
             if not quiet or self._closing.is_set():
                 continue
-            error = await self._elsewhere(stubs, self._bucket)
+            error = await self._connection.elsewhere(stubs, self._bucket.name)
             if error is not None and self._call is not None:
                 with self._mutex:
                     # How the call ended because its connection was given up says less.
@@ -453,15 +427,14 @@ class AsyncBlockWriter:
         if self._version not in (0, opened.bucket_version):
             self._break_off(
                 BucketGoneError(
-                    f"bucket {self._bucket} was dropped and created again since this writer began",
+                    f"bucket {self._bucket.name} was dropped and created again since this writer began",
                     hint="ask the client for the bucket again, to write into the new one",
                 )
             )
             return
-        self._version = opened.bucket_version
-        self._on_version(opened.bucket_version)
-        self._learn(opened.servers)
-        self._window = window_of(opened)
+        self._version = self._bucket.version = opened.bucket_version
+        self._connection.router.learn(opened.servers)
+        self._window = min(opened.writes_in_flight or WRITES_IN_FLIGHT_MAX, WRITES_IN_FLIGHT_MAX)
         if self._next_number is None:
             self._next_number = opened.last_number + 1
         self._accepted = not self._closing.is_set()

@@ -88,25 +88,8 @@ class AsyncBucket:
         self._connection.check_usable()
         with self._mutex:
             if self._made_writer is None:
-                self._made_writer = self._new_writer(self._producer)
+                self._made_writer = AsyncBlockWriter(self._handle, self._producer)
             return self._made_writer
-
-    def _new_writer(self, producer: str, first_number: int | None = None) -> AsyncBlockWriter:
-        return AsyncBlockWriter(
-            self._connection.stubs,
-            self._connection.failed,
-            self._connection.elsewhere,
-            self._connection.router.learn,
-            self.name,
-            producer,
-            self._connection.connect_timeout,
-            self._connection.retry_seconds,
-            self._set_version,
-            first_number,
-        )
-
-    def _set_version(self, version: int) -> None:
-        self._handle.version = version
 
     async def set(self, key: bytes, value: bytes, durability: str = "disk") -> WriteResult:
         """Write one key.
@@ -190,7 +173,8 @@ class AsyncBucket:
         if once is None:
             runs = await self._write_all(self._writer(), counted(), level)
             return WriteResults(rows, runs, self.version)
-        writer = self._new_writer(check_name(once, "name of blocks"), first_number)
+        name = check_name(once, "name of blocks")
+        writer = AsyncBlockWriter(self._handle, name, first_number)
         try:
             runs = await self._write_all(writer, counted(), level)
         finally:

@@ -89,25 +89,8 @@ class Bucket:
         self._connection.check_usable()
         with self._mutex:
             if self._made_writer is None:
-                self._made_writer = self._new_writer(self._producer)
+                self._made_writer = BlockWriter(self._handle, self._producer)
             return self._made_writer
-
-    def _new_writer(self, producer: str, first_number: int | None = None) -> BlockWriter:
-        return BlockWriter(
-            self._connection.stubs,
-            self._connection.failed,
-            self._connection.elsewhere,
-            self._connection.router.learn,
-            self.name,
-            producer,
-            self._connection.connect_timeout,
-            self._connection.retry_seconds,
-            self._set_version,
-            first_number,
-        )
-
-    def _set_version(self, version: int) -> None:
-        self._handle.version = version
 
     def set(self, key: bytes, value: bytes, durability: str = "disk") -> WriteResult:
         """Write one key.
@@ -191,7 +174,8 @@ class Bucket:
         if once is None:
             runs = self._write_all(self._writer(), counted(), level)
             return WriteResults(rows, runs, self.version)
-        writer = self._new_writer(check_name(once, "name of blocks"), first_number)
+        name = check_name(once, "name of blocks")
+        writer = BlockWriter(self._handle, name, first_number)
         try:
             runs = self._write_all(writer, counted(), level)
         finally:

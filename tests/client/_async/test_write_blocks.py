@@ -16,6 +16,7 @@ from tests.client.scripted import (
     write_refused,
 )
 from upr_client import AsyncClient
+from upr_client._async.block_writer import AsyncBlockWriter
 from upr_client.errors import InvalidArgumentError, NoRoomError, PartitionNotActiveError
 from upr_client.lowlevel import write_blocks
 from upr_client.testing import ScriptedServer
@@ -122,7 +123,7 @@ async def test_behind_a_block_of_a_name_that_failed_none_is_sent() -> None:
     script: list[Step] = [Expect("open"), write_opened(), Expect("write")]
     script += [applied(1, (P, 0, 1), refused=refusal), HalfClosed()]
     async with serve(write=[script] * 2) as server, AsyncClient(server.target) as client:
-        writer = client.bucket()._new_writer("a name", 1)
+        writer = AsyncBlockWriter(client.bucket()._handle, "a name", 1)
         level = types_pb2.DURABILITY_DISK
         first = await writer.submit(build_block([KEY, OTHER], [b"", b""]), level)
         with pytest.raises(PartitionNotActiveError, match="the rest was applied: dead"):
