@@ -10,7 +10,7 @@ Source: specification, "Handshakes" and "Snapshot Markers and Deduplication"; th
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -133,7 +133,7 @@ class Delivery:
     ends: U64
     horizons: U64
     is_marker: npt.NDArray[np.bool_]
-    folded: int = field(default=0)
+    folded: int = 0
 
     def markers(self) -> list[tuple[int, int]]:
         """The (partition, seqno) of the markers, in order."""
@@ -163,109 +163,6 @@ def chain_runs(partitions: Indexes, ends: U64, before: U64, reached: U64) -> Non
         # One after the other: what the first of three runs reached holds for the third as well.
         for one, other in zip(previous.tolist(), following.tolist(), strict=True):
             reached[other] = max(reached[one], reached[other])
-
-
-def delivery_of(
-    blocks: Sequence[Block],
-    tokens: npt.NDArray[np.integer],
-    token: Indexes,
-    seqno: U64,
-    horizon: U64,
-) -> Delivery | None:
-    """Return the part of a frame that belongs to open streams; None if there is none.
-
-    Args:
-        blocks, tokens: the frame's.
-        token, seqno, horizon: the reader's, of all 1024 partitions.
-
-    Raises:
-        ProtocolError: the tokens do not fit the runs, or a run does not continue its stream.
-    """
-    runs = blocks[0].runs if len(blocks) == 1 else np.concatenate([b.runs for b in blocks])
-    if len(tokens) != len(runs):
-        raise ProtocolError(f"a frame of {len(runs)} runs carries {len(tokens)} tokens")
-    partitions = runs["partition"].astype(np.int64)
-    live = token[partitions] == tokens
-    kept = list(blocks)
-    if not live.all():
-        kept = select_blocks(blocks, live)
-        if not kept:
-            return None
-        runs, partitions = runs[live], partitions[live]
-    ends = runs["end_seqno"].astype(np.uint64)
-    before, reached = (
-        seqno[partitions],
-        np.maximum(horizon[partitions], runs["horizon"]),
-    )
-    if len(kept) > 1:
-        chain_runs(partitions, ends, before, reached)
-    wrong = runs["start_seqno"] != before
-    if wrong.any():
-        at = int(np.flatnonzero(wrong)[0])
-        raise ProtocolError(
-            f"partition {partitions[at]} is at seqno {before[at]}, but the frame continues at "
-            f"{runs['start_seqno'][at]}"
-        )
-    # The largest horizon since the last marker is at least the run's own, which is at least its end: equal to
-    # the end means that both are, so that no row can be missing.
-    return Delivery(kept, partitions, ends, reached, reached == ends)
-
-
-def start_requests(
-    columns: tuple[Indexes, U64, U64, U64, U64, U64],
-    begun: npt.NDArray[np.bool_],
-    until_now: bool,
-    exact: Mapping[int, Pin],
-    beginning: Beginning,
-) -> list[StartRequest]:
-    """Return the requests for some partitions.
-
-    Args:
-        columns: one item a partition: the partition, its failover id, seqno, data id, horizon and the seqno where it ends;
-            0 stands for none.
-        begun: which of them were started where they wanted to begin.
-        until_now: whether partitions without an end stop at the current seqno.
-        exact: where partitions end exactly.
-        beginning: of partitions without data.
-    """
-    partitions, failover, seqnos, data, horizons, targets = columns
-    if beginning is not None:
-        # A beginning is chosen by a client that has nothing, so that it names no id either.
-        has_some = (seqnos > 0).astype(np.uint64)
-        failover, data = failover * has_some, data * has_some
-    told = (partitions, failover, seqnos, data, _told(seqnos, horizons), targets)
-    rows = zip(*(column.tolist() for column in (*told, begun)), strict=True)
-    return [
-        StartRequest(
-            partition,
-            failover_id or None,
-            seqno,
-            data_id or None,
-            target or None,
-            until_now and not target,
-            exact[partition].seqno if partition in exact else None,
-            None if seqno or has_begun else beginning,
-            horizon or None,
-        )
-        for partition, failover_id, seqno, data_id, horizon, target, has_begun in rows
-    ]
-
-
-def _told(seqnos: U64, horizons: U64) -> U64:
-    """Return the horizons to be told: 0 where they are not known, or nothing is held."""
-    known: U64 = np.where((seqnos > 0) & (horizons != UNKNOWN_HORIZON), horizons, np.uint64(0))
-    return known
-
-
-def start_records(
-    partitions: Indexes, failover_ids: U64, seqnos: U64, data_ids: U64, horizons: U64
-) -> npt.NDArray[np.void]:
-    """Return plain requests as records of dtype START; an id of 0 is none, UNKNOWN_HORIZON no horizon."""
-    records = np.zeros(len(partitions), START)
-    records["partition"], records["failover_id"] = partitions, failover_ids
-    records["seqno"], records["data_id"] = seqnos, data_ids
-    records["horizon"] = _told(seqnos, horizons)
-    return records
 
 
 def check_started(
@@ -427,7 +324,7 @@ class Consumer:
         born = counts == 1
         born[some] &= records["seqno"][firsts[some]] == 0
         self._born[partitions] = 0
-        self._take_born(partitions[born], records["failover_id"][firsts[born]])
+        self._born[partitions[born]] = records["failover_id"][firsts[born]]
         if self._logs:
             for partition in partitions.tolist():
                 self._logs.pop(partition, None)
@@ -441,10 +338,6 @@ class Consumer:
             self._born[partition] = log.newest.failover_id
         elif log is not None:
             self._logs[partition] = log_records(log)
-
-    def _take_born(self, partitions: Indexes, ids: U64) -> None:
-        """The logs of partitions are these ids at 0; made only when somebody asks."""
-        self._born[partitions] = ids
 
     def _log(self, partition: int) -> FailoverLog | None:
         if born := int(self._born[partition]):
@@ -484,13 +377,46 @@ class Consumer:
             raise InvalidArgumentError(
                 f"partition {partition} is {self.state(partition).name}; must be READY"
             )
+        records = self._start(wanted)
+        if self._beginning is not None:
+            # A beginning is chosen by a client that has nothing, so that it names no id either.
+            nothing = records["seqno"] == 0
+            records["failover_id"][nothing] = records["data_id"][nothing] = 0
+        names = ("partition", "failover_id", "seqno", "data_id", "horizon")
+        columns = [records[name] for name in names]
+        columns += self._target[wanted], self._begun[wanted]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [
+            StartRequest(
+                partition,
+                failover_id or None,
+                seqno,
+                data_id or None,
+                target or None,
+                self._until_now and not target,
+                self._exact[partition].seqno if partition in self._exact else None,
+                None if seqno or has_begun else self._beginning,
+                horizon or None,
+            )
+            for partition, failover_id, seqno, data_id, horizon, target, has_begun in rows
+        ]
+
+    def _start(self, wanted: Indexes) -> npt.NDArray[np.void]:
+        """Return what is held of partitions as records of dtype START, and await the answers.
+
+        An id of 0 is none; a horizon is 0 where it is not known, or nothing is held.
+        """
         self._state[wanted] = _STARTING
         known = self._version[wanted] == self.bucket_version
-        failover, data = self._failover[wanted] * known, self._data[wanted] * known
         seqnos, horizons = self._seqno[wanted], self._horizon[wanted]
-        columns = (wanted, failover, seqnos, data, horizons, self._target[wanted])
-        begun = self._begun[wanted]
-        return start_requests(columns, begun, self._until_now, self._exact, self._beginning)
+        records = np.zeros(len(wanted), START)
+        records["partition"], records["seqno"] = wanted, seqnos
+        records["failover_id"] = self._failover[wanted] * known
+        records["data_id"] = self._data[wanted] * known
+        records["horizon"] = np.where(
+            (seqnos > 0) & (horizons != UNKNOWN_HORIZON), horizons, np.uint64(0)
+        )
+        return records
 
     def plain_starts(self, partitions: Iterable[int]) -> npt.NDArray[np.void] | None:
         """As ``starts``, as records of dtype START, all with ``until_now`` or none; None when that does not say all."""
@@ -499,10 +425,7 @@ class Consumer:
             return None
         if (self._state[wanted] != _READY).any():
             return None
-        self._state[wanted] = _STARTING
-        known = self._version[wanted] == self.bucket_version
-        columns = (self._failover[wanted] * known, self._seqno[wanted], self._data[wanted] * known)
-        return start_records(wanted, *columns, self._horizon[wanted])
+        return self._start(wanted)
 
     def follow(self, positions: Mapping[int, Position | None]) -> None:
         """Follow more partitions, each from a position or, with None, as new.
@@ -661,7 +584,8 @@ class Consumer:
         self._high[p] = np.maximum(self._high[p], records["high_seqno"])
         self._changed[p[(self._failover[p] != ids) | born]] = True
         self._failover[p] = ids
-        self._take_born(p[born], ids[born])
+        # These logs are the ids at 0; made only when somebody asks.
+        self._born[p[born]] = ids[born]
         if self._until_now:
             self._target[p] = records["high_seqno"]
 
@@ -797,7 +721,32 @@ class Consumer:
         """
         if self._open is not None:
             raise InvalidArgumentError("the delivery before this one was not acknowledged")
-        self._open = delivery_of(blocks, tokens, self._token, self._seqno, self._horizon)
+        runs = blocks[0].runs if len(blocks) == 1 else np.concatenate([b.runs for b in blocks])
+        if len(tokens) != len(runs):
+            raise ProtocolError(f"a frame of {len(runs)} runs carries {len(tokens)} tokens")
+        partitions = runs["partition"].astype(np.int64)
+        live = self._token[partitions] == tokens
+        kept = list(blocks)
+        if not live.all():
+            kept = select_blocks(blocks, live)
+            if not kept:
+                return None
+            runs, partitions = runs[live], partitions[live]
+        ends = runs["end_seqno"].astype(np.uint64)
+        before = self._seqno[partitions]
+        reached = np.maximum(self._horizon[partitions], runs["horizon"])
+        if len(kept) > 1:
+            chain_runs(partitions, ends, before, reached)
+        wrong = runs["start_seqno"] != before
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise ProtocolError(
+                f"partition {partitions[at]} is at seqno {before[at]}, but the frame continues at "
+                f"{runs['start_seqno'][at]}"
+            )
+        # The largest horizon since the last marker is at least the run's own, which is at least its end: equal to
+        # the end means that both are, so that no row can be missing.
+        self._open = Delivery(kept, partitions, ends, reached, reached == ends)
         return self._open
 
     # Consumption by the application.
@@ -832,10 +781,6 @@ class Consumer:
         return np.asarray(delivery.is_marker[part] & followed)
 
     # Queries.
-
-    def seqno(self, partition: int) -> int:
-        """The acknowledged seqno of a partition."""
-        return int(self._seqno[partition])
 
     def position(self, partition: int) -> Position:
         """The acknowledged position of a partition that is followed."""

@@ -114,7 +114,7 @@ def test_starts_tell_the_horizon_where_it_is_known() -> None:
 def test_what_a_store_returns_beyond_what_was_asked_is_not_looked_at(extra: Any) -> None:
     for kept in ({P: AT_3, extra: AT_3}, {extra: AT_3}):
         session = Consumer([P], kept)
-        assert session.seqno(P) == (3 if P in kept else 0)
+        assert session.position(P).seqno == (3 if P in kept else 0)
         assert session.positions([P]).keys() == {P}
 
 
