@@ -10,14 +10,16 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from upr_client.writing import ROW_BYTES
 from upr_protocol.block import (
     I64,
     OP_DELETE,
+    ROW_BYTES,
     Block,
     Runs,
     make_runs,
+    offset_column,
     row_seqnos,
+    row_slices,
     sealed,
 )
 from upr_protocol.errors import InvalidArgumentError, MissingPackageError
@@ -121,10 +123,7 @@ def _joined(blocks: list[Block]) -> Block:
 
 def _joined_offsets(columns: list[bytes]) -> bytes:
     parts = [np.frombuffer(column, "<i4") for column in columns]
-    lengths = np.concatenate([part[1:] - part[:-1] for part in parts])
-    offsets = np.zeros(len(lengths) + 1, "<i4")
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets.tobytes()
+    return offset_column(np.concatenate([part[1:] - part[:-1] for part in parts]))
 
 
 def _offsets_in_runs(block: Block) -> bytes:
@@ -274,23 +273,11 @@ def blocks(
             raise InvalidArgumentError(f"{name} is {limit}; must be 1 to {largest}")
     check_rows(keys, values)
     pa = _pyarrow()
-    for first, last in _cuts(row_sizes(keys, values), _SORTED_BYTES, len(keys)):
+    for first, last in row_slices(row_sizes(keys, values), _SORTED_BYTES, len(keys)):
         part_keys, part_values = (
             _plain(pa, column.slice(first, last - first)) for column in (keys, values)
         )
         yield from _sorted_blocks(pa, part_keys, part_values, column_bytes, block_rows)
-
-
-def _cuts(sizes: I64, size: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Cut rows, in order, into slices of so many bytes and rows at most, or of one row."""
-    ends = np.cumsum(sizes)
-    first = 0
-    while first < len(ends):
-        floor = int(ends[first - 1]) if first else 0
-        last = int(np.searchsorted(ends, floor + size, side="right"))
-        last = min(max(last, first + 1), first + rows, len(ends))
-        yield first, last
-        first = last
 
 
 def _plain(pa: Any, column: Any) -> Any:
@@ -318,7 +305,7 @@ def _sorted_blocks(
     key_offsets, key_data = _buffers(keys.take(rows))
     value_offsets, value_data = _buffers(values.take(rows))
     sizes = np.diff(key_offsets).astype(np.int64) + np.diff(value_offsets) + ROW_BYTES
-    for first, last in _cuts(sizes, column_bytes, block_rows):
+    for first, last in row_slices(sizes, column_bytes, block_rows):
         part = partitions[first:last]
         bounds = np.concatenate(([0], np.flatnonzero(part[1:] != part[:-1]) + 1, [len(part)]))
         block_ops = b""

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from upr_protocol.block import Block, build_block, select_runs
+from upr_protocol.block import ROW_BYTES, Block, build_block, select_runs
 from upr_protocol.errors import InvalidArgumentError, ProtocolError, UprError, WriteFailedError
 from upr_protocol.failover import WriteToken
 from upr_protocol.limits import (
@@ -268,8 +268,6 @@ OnResults = Callable[[Rows, WriteResults], Any]
 BATCH_ROWS: Final = 4000
 LINGER_SECONDS: Final = 0.005
 OUTSTANDING_BYTES: Final = 16 * 2**20
-ROW_BYTES: Final = 9
-"""Bytes of a row in a block besides key and value: an op and two offsets."""
 _KEYS_TOLD: Final = 100
 
 

@@ -112,13 +112,8 @@ class Block:
 _LENGTHS = struct.Struct("<7I")
 
 
-def columns_crc(block: Block) -> int:
-    """Compute the CRC32C of a block's columns: their seven lengths as uint32, then their bytes."""
-    return crc_of_columns(block.columns)
-
-
 def crc_of_columns(columns: Sequence[bytes]) -> int:
-    """Compute the CRC32C of the seven columns, given in the order of the wire."""
+    """Compute the CRC32C of the seven columns in the order of the wire: their lengths as uint32, then their bytes."""
     crc: int = google_crc32c.value(_LENGTHS.pack(*map(len, columns)))
     for column in columns:
         if column:
@@ -128,7 +123,7 @@ def crc_of_columns(columns: Sequence[bytes]) -> int:
 
 def sealed(block: Block) -> Block:
     """Return the block with the CRC of its columns set."""
-    return replace(block, columns_crc=columns_crc(block))
+    return replace(block, columns_crc=crc_of_columns(block.columns))
 
 
 def make_runs(
@@ -186,9 +181,10 @@ def check_block(block: Block, *, numbered: bool = True) -> None:
         CorruptBlockError: the CRC is wrong, or columns and table contradict each other.
         InvalidArgumentError: a key, value, partition or seqno is out of its range.
     """
-    if columns_crc(block) != block.columns_crc:
+    crc = crc_of_columns(block.columns)
+    if crc != block.columns_crc:
         raise CorruptBlockError(
-            f"the block's columns have CRC32C {columns_crc(block):08x}; must be {block.columns_crc:08x}",
+            f"the block's columns have CRC32C {crc:08x}; must be {block.columns_crc:08x}",
             hint="the bytes were damaged on the way or the writer computes the CRC differently",
         )
     rows = _check_columns(block)
@@ -341,9 +337,7 @@ def _take_spans(offsets: bytes, data: bytes, spans: I64) -> tuple[bytes, bytes]:
     steps[spans[:, 0]] = 1
     steps[spans[:, 1]] -= 1
     lengths = np.diff(array)[np.cumsum(steps[:-1], dtype=np.int8).view(bool)]
-    taken = np.zeros(len(lengths) + 1, "<i4")
-    np.cumsum(lengths, out=taken[1:])
-    return taken.tobytes(), data
+    return offset_column(lengths), data
 
 
 def _take_rows(block: Block, runs: Runs, spans: I64, seqnos: bytes) -> Block:
@@ -450,7 +444,7 @@ def _join_cells(
     np.cumsum(lengths, out=edges[1:])
     data = b"".join([data for _, data in columns])
     spans = zip(edges[firsts].tolist(), edges[lasts].tolist(), strict=True)
-    return _offsets(lengths[rows]), b"".join([data[a:b] for a, b in spans])
+    return offset_column(lengths[rows]), b"".join([data[a:b] for a, b in spans])
 
 
 def slice_above(block: Block, seqno: int) -> Block:
@@ -501,7 +495,7 @@ def without_values(block: Block) -> Block:
     return sealed(replace(block, value_offsets=b"", values=b""))
 
 
-_ROW_BYTES: Final = 9
+ROW_BYTES: Final = 9
 """Bytes of a row besides key and value: an op and two offsets."""
 
 
@@ -613,7 +607,8 @@ def build_blocks(
         InvalidArgumentError: a key or value is not bytes, or out of its range.
     """
     rows = _check_rows(keys, values)
-    for first, last in _cuts(rows, column_bytes):
+    sizes = rows.key_lengths + rows.value_lengths + ROW_BYTES
+    for first, last in row_slices(sizes, column_bytes, BLOCK_ROWS_MAX):
         yield _sorted_block(rows, first, last)
 
 
@@ -641,9 +636,9 @@ def _sorted_block(
             make_runs(touched, counts[touched]),
             b"",
             ops,
-            _offsets(rows.key_lengths[part][order]),
+            offset_column(rows.key_lengths[part][order]),
             b"".join(keys),
-            _offsets(rows.value_lengths[part][order]),
+            offset_column(rows.value_lengths[part][order]),
             b"".join(values),
             b"",
             0,
@@ -651,19 +646,25 @@ def _sorted_block(
     )
 
 
-def _offsets(lengths: I64) -> bytes:
+def offset_column(lengths: npt.NDArray[np.signedinteger]) -> bytes:
+    """Return the offsets of cells of these lengths: int32, one more than cells."""
     offsets = np.zeros(len(lengths) + 1, "<i4")
     lengths.cumsum(out=offsets[1:])
     return offsets.tobytes()
 
 
-def _cuts(rows: _Rows, column_bytes: int) -> Iterator[tuple[int, int]]:
-    ends = np.cumsum(rows.key_lengths + rows.value_lengths + _ROW_BYTES)
+def row_slices(sizes: I64, size_max: int, rows_max: int) -> Iterator[tuple[int, int]]:
+    """Slice rows, in order: as many as stay within ``size_max`` and ``rows_max``, or a single larger one.
+
+    Args:
+        sizes: of each row, in bytes.
+    """
+    ends = np.cumsum(sizes)
     first = 0
     while first < len(ends):
         floor = int(ends[first - 1]) if first else 0
-        last = int(np.searchsorted(ends, floor + column_bytes, side="right"))
-        last = min(max(last, first + 1), first + BLOCK_ROWS_MAX, len(ends))
+        last = int(np.searchsorted(ends, floor + size_max, side="right"))
+        last = min(max(last, first + 1), first + rows_max, len(ends))
         yield first, last
         first = last
 

@@ -7,6 +7,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -101,7 +102,7 @@ class PositionTable(Mapping[int, Position]):
         if isinstance(positions, Found):
             return positions.table
         given = ((check_partition(p), at) for p, at in positions.items() if at is not None)
-        chosen = sorted(given, key=_partition)
+        chosen = sorted(given, key=itemgetter(0))
         names = {name: index for index, name in enumerate({at.bucket for _, at in chosen})}
         logs = [at.log.to_pairs() if at.log is not None else [] for _, at in chosen]
         rows = [
@@ -331,10 +332,6 @@ class Found(Mapping[int, Position | None]):
 
     def __getitem__(self, partition: int) -> Position | None:
         return self.table.get(partition, self._partitions[partition])
-
-
-def _partition(item: tuple[int, Position]) -> int:
-    return item[0]
 
 
 def _firsts(counts: npt.NDArray[np.uint32]) -> list[int]:

@@ -12,13 +12,12 @@ from upr_client._async.call import BucketHandle
 from upr_client._async.io import Background, Event, give_way, maybe_await, mutex, now
 from upr_client.writing import (
     DURABILITIES,
-    ROW_BYTES,
     Batch,
     Failures,
     WriteResults,
     WriterOptions,
 )
-from upr_protocol.block import build_block, check_row
+from upr_protocol.block import ROW_BYTES, build_block, check_row
 from upr_protocol.errors import (
     ClosedError,
     UprError,

@@ -4,6 +4,7 @@ Many small blocks of one frame are joined into few here: what is paid for each b
 """
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import google_crc32c
 import numpy as np
@@ -19,6 +20,7 @@ from upr_protocol.block import (
     build_block,
     check_block,
     crc_of_columns,
+    offset_column,
     row_bounds,
     sealed,
 )
@@ -702,9 +704,7 @@ def _join_data(offsets: list[bytes], data: list[bytes]) -> tuple[bytes, bytes]:
     if joined[firsts].any() or (joined[lasts] != [len(column) for column in data]).any():
         raise CorruptBlockError("offsets do not run from 0 to the length of their data")
     lengths = np.delete(np.diff(joined, prepend=0), firsts)
-    result = np.zeros(len(lengths) + 1, "<i4")
-    np.cumsum(lengths, out=result[1:])
-    return result.tobytes(), b"".join(data)
+    return offset_column(lengths), b"".join(data)
 
 
 def _join_fixed(columns: list[bytes], absent: npt.NDArray[np.generic], rows: I64) -> bytes:
@@ -786,7 +786,7 @@ def positions_from_messages(
     rows = []
     markers: list[int] = []
     records: list[tuple[int, int]] = []
-    for m in sorted(messages, key=_partition_of):
+    for m in sorted(messages, key=attrgetter("partition")):
         log = [(record.failover_id, record.seqno) for record in m.failover_log]
         _check_counts(m.partition, len(m.markers), len(log))
         ids = m.failover_id, m.data_id
@@ -811,10 +811,6 @@ def positions_from_messages(
             position_from_message(message, bucket_version)
         raise InvalidArgumentError(error.message) from error
     return table
-
-
-def _partition_of(message: wire.Position) -> int:
-    return message.partition
 
 
 def _check_counts(partition: int, markers: int, records: int) -> None:
