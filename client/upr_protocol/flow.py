@@ -102,11 +102,6 @@ class CreditReturn:
         self._window = check_window(window)
         self._held = 0
 
-    @property
-    def held(self) -> int:
-        """Bytes consumed and not yet returned, always less than a quarter of the window."""
-        return self._held
-
     def consumed(self, size: int) -> int:
         """Count ``size`` bytes (0 or more) as consumed; return how many to give back now, 0 for none.
 

@@ -352,18 +352,11 @@ class MarkerHistory:
 
     def __init__(self, markers: Iterable[int] = ()) -> None:
         self._seqnos: list[int] = []
-        self.add_many(markers)
+        for seqno in markers:
+            self.add(seqno)
 
     def __len__(self) -> int:
         return len(self._seqnos)
-
-    def __repr__(self) -> str:
-        return f"MarkerHistory({self.as_tuple()!r})"
-
-    @property
-    def newest(self) -> int | None:
-        """The newest marker, None when there is none."""
-        return self._seqnos[-1] if self._seqnos else None
 
     def add(self, seqno: int) -> None:
         """Remember a marker at ``seqno``, 0 to 2^48 - 1.
@@ -387,15 +380,6 @@ class MarkerHistory:
         seqnos.append(seqno)
         if len(seqnos) >= _THIN_AT:
             seqnos[:] = _thin(seqnos, MARKERS_NEWEST)
-
-    def add_many(self, seqnos: Iterable[int]) -> None:
-        """Remember several markers, ascending.
-
-        Raises:
-            InvalidArgumentError: one is out of range, or below the one before it; those before it were added.
-        """
-        for seqno in seqnos:
-            self.add(seqno)
 
     def as_tuple(self) -> tuple[int, ...]:
         """The markers to store, ascending and thinned.

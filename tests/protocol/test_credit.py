@@ -75,9 +75,9 @@ def test_a_window_that_is_too_large_is_cut_to_the_limit(asked: int, granted: int
 def test_credit_is_returned_at_a_quarter() -> None:
     credit = CreditReturn(100)
     assert credit.consumed(24) == 0
-    assert credit.held == 24
+    assert credit._held == 24
     assert credit.consumed(1) == 25
-    assert credit.held == 0
+    assert credit._held == 0
     assert credit.consumed(0) == 0
     assert credit.consumed(500) == 500
     assert credit.flush() == 0
@@ -109,4 +109,4 @@ def test_both_sides_together_never_stall_nor_overrun(window: int, sizes: list[in
         sender.spend(size)
         on_the_way.append(size)
         assert sender.outstanding <= window or before < window / 4
-        assert sender.outstanding == sum(on_the_way) + receiver.held
+        assert sender.outstanding == sum(on_the_way) + receiver._held

@@ -87,7 +87,6 @@ class _Partition:
         return index if index < len(self.runs) else None
 
     def find(self, seqno: int) -> _Run | None:
-        """The run that a seqno lies in."""
         index = self.index(seqno)
         return None if index is None else self.runs[index]
 
@@ -196,7 +195,6 @@ class Ledger:
         return True
 
     def waits(self, change: Change) -> bool:
-        """Whether a change still waits for its acknowledgement."""
         of = self._partitions.get(change.partition)
         run = None if of is None else of.find(change.seqno)
         return run is not None and run.row_of(change) is not None
@@ -254,10 +252,6 @@ class Ledger:
         """The partitions whose acknowledged position moved since this was asked last."""
         changed, self._changed = self._changed, set()
         return changed
-
-    def mark_changed(self, partitions: Iterable[int]) -> None:
-        """Undo ``take_changed`` for partitions whose position could not be stored."""
-        self._changed.update(partitions)
 
     @property
     def has_changed(self) -> bool:
