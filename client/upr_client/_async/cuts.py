@@ -118,8 +118,7 @@ class AsyncHeldCut:
         self._cut: AsyncCut | None = None
 
     async def __aenter__(self) -> AsyncCut:
-        name, partitions, lease = self._arguments
-        self._cut = await create_cut(self._bucket, name, partitions, lease)
+        self._cut = await create_cut(self._bucket, *self._arguments)
         return self._cut
 
     async def __aexit__(

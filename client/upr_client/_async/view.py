@@ -1,6 +1,7 @@
 """A bucket as a dictionary that is kept up to date."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,74 +17,6 @@ from upr_protocol.errors import ClosedError
 from upr_protocol.failover import WriteToken, check_partition
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partition_of
-
-
-class Materialized:
-    """Keys and values of all partitions.
-
-    Args:
-        at_markers: whether changes are shown only when a snapshot marker completes them.
-
-    Attributes:
-        seqnos: up to where each partition is shown.
-        complete: the newest marker of each that is shown.
-    """
-
-    def __init__(self, at_markers: bool) -> None:
-        self.seqnos = [0] * PARTITIONS
-        self.complete = [0] * PARTITIONS
-        self._at_markers = at_markers
-        self._shown: list[dict[bytes, bytes | None]] = [{} for _ in range(PARTITIONS)]
-        self._pending: dict[int, list[Change]] = {}
-
-    def get(self, key: bytes) -> bytes | None:
-        """The value that is shown, None for none."""
-        return self._shown[partition_of(key)].get(key)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._shown[partition_of(key)]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._shown))
-
-    def items(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """All keys with their values, partition by partition."""
-        for shown in self._shown:
-            # Taken in one step, so that what arrives meanwhile does no harm.
-            yield from list(shown.items())
-
-    def take(self, batch: ChangeBatch | Rollback) -> None:
-        """Take what came, in the order in which it came within each partition.
-
-        A partition that was rolled back shows nothing until it is received anew: what it showed may never have
-        happened.
-        """
-        if isinstance(batch, Rollback):
-            self._pending.pop(batch.partition, None)
-            self._shown[batch.partition] = {}
-            self.seqnos[batch.partition] = self.complete[batch.partition] = 0
-            return
-        if not self._at_markers:
-            for change in batch.changes:
-                self._apply(change)
-                self.seqnos[change.partition] = change.seqno
-            for marker in batch.markers:
-                self.seqnos[marker.partition] = self.complete[marker.partition] = marker.seqno
-            return
-        for event in batch.events():
-            if isinstance(event, Change):
-                self._pending.setdefault(event.partition, []).append(event)
-                continue
-            for change in self._pending.pop(event.partition, ()):
-                self._apply(change)
-            self.seqnos[event.partition] = self.complete[event.partition] = event.seqno
-
-    def _apply(self, change: Change) -> None:
-        shown = self._shown[change.partition]
-        if change.op == "delete":
-            shown.pop(change.key, None)
-        else:
-            shown[change.key] = change.value
 
 
 class AsyncView:
@@ -107,7 +40,13 @@ class AsyncView:
         self._only = only
         self._read_from = read_from
         self._on_status = on_status
-        self._state = Materialized(at_markers)
+        self._at_markers = at_markers
+        self._shown: list[dict[bytes, bytes | None]] = [{} for _ in range(PARTITIONS)]
+        # What no marker has completed yet, where that is waited for.
+        self._pending: dict[int, list[Change]] = {}
+        # Up to where each partition is shown, and the newest marker of each that is shown.
+        self._seqnos = [0] * PARTITIONS
+        self._complete = [0] * PARTITIONS
         self._positions = MemoryPositions()
         self._changes: AsyncChanges | None = None
         self._reader: Background | None = None
@@ -176,8 +115,37 @@ class AsyncView:
                 return
             async for batch in changes.batches():
                 with self._mutex:
-                    self._state.take(batch)
+                    self._take(batch)
                 self._waiters.wake()
+
+    def _take(self, batch: ChangeBatch | Rollback) -> None:
+        """Take what came, in the order in which it came within each partition."""
+        if isinstance(batch, Rollback):
+            self._pending.pop(batch.partition, None)
+            self._shown[batch.partition] = {}
+            self._seqnos[batch.partition] = self._complete[batch.partition] = 0
+            return
+        if not self._at_markers:
+            for change in batch.changes:
+                self._apply(change)
+                self._seqnos[change.partition] = change.seqno
+            for marker in batch.markers:
+                self._seqnos[marker.partition] = self._complete[marker.partition] = marker.seqno
+            return
+        for event in batch.events():
+            if isinstance(event, Change):
+                self._pending.setdefault(event.partition, []).append(event)
+                continue
+            for change in self._pending.pop(event.partition, ()):
+                self._apply(change)
+            self._seqnos[event.partition] = self._complete[event.partition] = event.seqno
+
+    def _apply(self, change: Change) -> None:
+        shown = self._shown[change.partition]
+        if change.op == "delete":
+            shown.pop(change.key, None)
+        else:
+            shown[change.key] = change.value
 
     # Reading.
 
@@ -210,7 +178,7 @@ class AsyncView:
             self._check()
             changes = self._changes
             with self._mutex:
-                return changes is not None and changes._has(writes, self._state.complete)
+                return changes is not None and changes._has(writes, self._complete)
 
         await self._waiters.until_reached(is_reached, seconds)
 
@@ -224,7 +192,7 @@ class AsyncView:
         Raises:
             InvalidArgumentError: there is no such partition.
         """
-        return self._state.seqnos[check_partition(partition)]
+        return self._seqnos[check_partition(partition)]
 
     def get(self, key: bytes, default: bytes | None = None) -> bytes | None:
         """Return a key's value, or the default.
@@ -234,22 +202,20 @@ class AsyncView:
         """
         self._check()
         with self._mutex:
-            return self._state.get(key) if key in self._state else default
+            return self._shown[partition_of(key)].get(key, default)
 
     def __getitem__(self, key: bytes) -> bytes | None:
         self._check()
         with self._mutex:
-            if key not in self._state:
-                raise KeyError(key)
-            return self._state.get(key)
+            return self._shown[partition_of(key)][key]
 
     def __contains__(self, key: object) -> bool:
         self._check()
-        return isinstance(key, bytes) and key in self._state
+        return isinstance(key, bytes) and key in self._shown[partition_of(key)]
 
     def __len__(self) -> int:
         self._check()
-        return len(self._state)
+        return sum(map(len, self._shown))
 
     def __iter__(self) -> Iterator[bytes]:
         return (key for key, _ in self.items())
@@ -261,4 +227,5 @@ class AsyncView:
             UprError: following ended with it.
         """
         self._check()
-        return self._state.items()
+        # A partition's in one step, so that what arrives meanwhile does no harm.
+        return chain.from_iterable(list(shown.items()) for shown in self._shown)

@@ -119,8 +119,7 @@ class HeldCut:
         self._cut: Cut | None = None
 
     def __enter__(self) -> Cut:
-        name, partitions, lease = self._arguments
-        self._cut = create_cut(self._bucket, name, partitions, lease)
+        self._cut = create_cut(self._bucket, *self._arguments)
         return self._cut
 
     def __exit__(
