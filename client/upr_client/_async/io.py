@@ -82,7 +82,6 @@ class Once:
             self._set.set_result(None)
 
     async def wait(self) -> None:
-        """Wait until it is set."""
         await self._set
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -117,7 +118,6 @@ class Router:
         return Route(self._servers, self.anywhere.current) if any_server else self.active
 
     def stubs(self, route: Route) -> Stubs:
-        """Return the services of the current endpoint of a route."""
         endpoint = route.current
         raw = self.raw(endpoint)
         streams, keys, admin, sets = (_Service(self, endpoint, n, route) for n in range(4))
@@ -143,7 +143,6 @@ class Router:
             return stubs
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        """Return what goes with every call."""
         return None if self._token is None else authorization(self._token)
 
     def learn(self, servers: Iterable[str]) -> None:
@@ -158,7 +157,6 @@ class Router:
                 del self._channels[gone], self._raw[gone]
 
     def worked(self, route: Route, endpoint: str) -> None:
-        """A call did what it was for; see ``Route.worked``."""
         with self._mutex:
             route.worked(endpoint)
 
@@ -173,7 +171,6 @@ class Router:
         return pause
 
     def another(self, route: Route, tried: Collection[str], named: str) -> str | None:
-        """Return an endpoint that was not tried; see ``Route.another``."""
         with self._mutex:
             return route.another(tried, named)
 
@@ -208,74 +205,61 @@ class _Service:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        router, number = self._router, self._number
         if name in _STREAMS:
-            method = getattr(router.raw(self._endpoint)[number], name)
+            router = self._router
+            method = getattr(router.raw(self._endpoint)[self._number], name)
             return lambda requests: method(requests, metadata=router.metadata())
+        return partial(self._unary, name)
 
-        # The arguments are those of gRPC's own methods, and ``each``.
-        def unary(request: Any, **options: Any) -> Any:
-            seconds, each = options["timeout"], options.get("each")
-            return _unary(router, number, name, request, seconds, each, self._route)
+    def _unary(self, name: str, request: Any, **options: Any) -> Any:
+        """Make a unary call; the options are those of gRPC's own methods, and ``each``.
 
-        return unary
+        One that cannot have reached a server, or was refused by one that is not the active one, or behind, is made at each of
+        the other endpoints, once. If none of them does it, a refusal is what is raised: that server is there.
 
-
-def _unary(
-    router: Router,
-    number: int,
-    name: str,
-    request: Any,
-    seconds: float,
-    each: float | None,
-    route: Route,
-) -> Any:
-    """Make a unary call, within a total time in seconds.
-
-    One that cannot have reached a server, or was refused by one that is not the active one, or behind, is made at each of
-    the other endpoints, once. If none of them does it, a refusal is what is raised: that server is there.
-
-    Args:
-        each: seconds of one server, of a call that may be made twice: one that says nothing for so long is left.
-    """
-    deadline = now() + seconds
-    endpoint: str | None = route.current
-    tried = set[str]()
-    refusal: grpc.RpcError | None = None
-    while endpoint is not None:
-        tried.add(endpoint)
-        # With the channel, for as long as the call.
-        stubs = router.raw(endpoint)
-        left = max(deadline - now(), _LEAST_SECONDS)
-        share = left if each is None else min(left, each)
-        try:
-            answer = getattr(stubs[number], name)(
-                request, timeout=share, metadata=router.metadata()
-            )
-        except Cancelled:
-            # Closing a channel of grpc.aio cancels its calls, which looks like a cancelled task.
-            if cancelled_from_outside():
-                raise
-            router.check()
-            raise UnavailableError(
-                "the connection was given up while the call was under way"
-            ) from None
-        except grpc.RpcError as error:
-            # Closed by another task or thread meanwhile: that is the reason then.
-            router.check()
-            failure, failed = call_error(error), error
-        else:
-            router.worked(route, endpoint)
-            return answer
-        if failure.reason != BehindError.default_reason:
-            # One that is behind for this call is not for others.
-            router.failed(failure, route, endpoint)
-        refusal = failed if is_elsewhere(failure) else refusal
-        lost = each is not None and failure.reason == UnavailableError.default_reason
-        if not (lost or was_not_done(failed)):
-            raise failed
-        endpoint = router.another(route, tried, failure.owner) if now() < deadline else None
-    raise refusal or failed
+        Args:
+            timeout: seconds of the call altogether.
+            each: seconds of one server, of a call that may be made twice: one that says nothing for so long is left.
+        """
+        router, route, each = self._router, self._route, options.get("each")
+        deadline = now() + options["timeout"]
+        endpoint: str | None = route.current
+        tried = set[str]()
+        refusal: grpc.RpcError | None = None
+        while endpoint is not None:
+            tried.add(endpoint)
+            # With the channel, for as long as the call.
+            stubs = router.raw(endpoint)
+            left = max(deadline - now(), _LEAST_SECONDS)
+            share = left if each is None else min(left, each)
+            try:
+                answer = getattr(stubs[self._number], name)(
+                    request, timeout=share, metadata=router.metadata()
+                )
+            except Cancelled:
+                # Closing a channel of grpc.aio cancels its calls, which looks like a cancelled task.
+                if cancelled_from_outside():
+                    raise
+                router.check()
+                raise UnavailableError(
+                    "the connection was given up while the call was under way"
+                ) from None
+            except grpc.RpcError as error:
+                # Closed by another task or thread meanwhile: that is the reason then.
+                router.check()
+                failure, failed = call_error(error), error
+            else:
+                router.worked(route, endpoint)
+                return answer
+            if failure.reason != BehindError.default_reason:
+                # One that is behind for this call is not for others.
+                router.failed(failure, route, endpoint)
+            refusal = failed if is_elsewhere(failure) else refusal
+            lost = each is not None and failure.reason == UnavailableError.default_reason
+            if not (lost or was_not_done(failed)):
+                raise failed
+            endpoint = router.another(route, tried, failure.owner) if now() < deadline else None
+        raise refusal or failed
 
 
 class Connection:
@@ -442,7 +426,6 @@ class Call:
         self._requests.put(request)
 
     def half_close(self) -> None:
-        """Send nothing more."""
         self._requests.close()
 
     def finish(self, seconds: float) -> None:
@@ -580,7 +563,6 @@ class Follow:
 
     @property
     def is_late(self) -> bool:
-        """Whether a heartbeat of the server is late."""
         return self._state.is_late(now())
 
     def consumed(self, message: stream_pb2.FollowResponse) -> None:
@@ -602,9 +584,7 @@ class Follow:
         return self._state.highs
 
     def finish(self, seconds: float) -> None:
-        """Half-close and wait for the server's end of the call, at most so long."""
         self._call.finish(seconds)
 
     def cancel(self) -> None:
-        """End the call at once."""
         self._call.cancel()

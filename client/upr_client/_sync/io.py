@@ -218,5 +218,4 @@ def maybe_await(value: Any) -> Any:
 
 
 def unary(method: Callable[..., T], request: object, seconds: float) -> T:
-    """Call a unary method."""
     return method(request, timeout=seconds)
