@@ -249,7 +249,6 @@ class StreamingCall:
             self.state.changed.notify_all()
 
     def messages(self) -> Iterator[Any]:
-        """Serve the call."""
         reader = threading.Thread(
             target=self._read, name=f"upr-scripted-{self.record.method.lower()}", daemon=True
         )
@@ -373,7 +372,6 @@ class FollowCall:
     # Messages of the client.
 
     def take(self, request: Any) -> None:
-        """Deal with a request."""
         self._liveness.heard(time.monotonic())
         kind = request.WhichOneof("message")
         if self._opening is None:

@@ -55,7 +55,6 @@ class Branch:
     runs: list[Run]
 
     def copy(self) -> "Branch":
-        """The same in lists of its own."""
         return Branch(list(self.rows), list(self.runs))
 
     def cut_above(self, seqno: int) -> None:
@@ -150,10 +149,9 @@ class Partition:
         self.log = self.log.with_record(new_id(), seqno)
         return self.log.newest.failover_id
 
-    def lose_log(self) -> int:
-        """Forget the failover log: a new id at 0. Return it."""
+    def lose_log(self) -> None:
+        """Forget the failover log: a new id at 0."""
         self.log = FailoverLog.born(new_id())
-        return self.log.newest.failover_id
 
     def merge(self, runs: int) -> None:
         """Drop superseded rows below the newest marker, in as many runs, of which only the last ends in a marker."""

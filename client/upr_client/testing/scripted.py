@@ -24,17 +24,15 @@ from upr_protocol.errors import (
 )
 from upr_protocol.failover import FailoverLog, check_failover_id, check_partition
 from upr_protocol.handshake import answer_hello
-from upr_protocol.limits import KEY_BYTES_MAX, KEY_BYTES_MIN
+from upr_protocol.limits import GET_KEYS_MAX
 from upr_protocol.partitioning import partition_of
-from upr_protocol.position import Position
-from upr_protocol.wire.codec import log_to_messages, problem_of
+from upr_protocol.wire.codec import log_to_messages, position_from_message, problem_of
 from upr_protocol.wire.grpc import SERVER_OPTIONS, code_of, metadata_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
 
-_KEYS_MAX = 1000
 _SERVICES = (
     (admin_pb2, "AdminService"),
     (stream_pb2, "ChangeStreamService"),
@@ -53,7 +51,6 @@ class Methods:
         self._state = state
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
-        """Return the handlers to register with gRPC."""
         handlers = []
         for module, name in _SERVICES:
             service = module.DESCRIPTOR.services_by_name[name]
@@ -133,7 +130,6 @@ class Methods:
     def get_failover_log(
         self, request: stream_pb2.GetFailoverLogRequest
     ) -> stream_pb2.GetFailoverLogResponse:
-        """Return complete failover logs."""
         memory = self._state.find(request)
         logs = [
             stream_pb2.PartitionFailoverLog(partition=one.number, records=log_to_messages(one.log))
@@ -150,18 +146,14 @@ class Methods:
         return admin_pb2.GetPartitionsResponse(bucket_version=memory.version, partitions=infos)
 
     def get(self, request: kv_pb2.GetRequest) -> kv_pb2.GetResponse:
-        """Return the newest values of keys."""
         memory = self._state.find(request)
-        if not 1 <= len(request.keys) <= _KEYS_MAX:
+        if not 1 <= len(request.keys) <= GET_KEYS_MAX:
             raise InvalidArgumentError(
-                f"keys of a Get are {len(request.keys)}; must be 1 to {_KEYS_MAX}"
+                f"keys of a Get are {len(request.keys)}; must be 1 to {GET_KEYS_MAX}"
             )
         answers = []
         for key in request.keys:
-            if not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
-                raise InvalidArgumentError(
-                    f"key is {len(key)} bytes; must be {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
-                )
+            check_row(key, None)
             partition = memory[partition_of(key)]
             if partition.refusal is not None:
                 answers.append(kv_pb2.GetAnswer(problem=problem_of(partition.refusal)))
@@ -181,7 +173,6 @@ class Methods:
     def load_positions(
         self, request: stream_pb2.LoadPositionsRequest
     ) -> stream_pb2.LoadPositionsResponse:
-        """Return what a consumer has stored."""
         memory = self._state.find(request)
         wanted = set(request.partitions)
         saved = self._state.saved.get(request.consumer, {})
@@ -198,7 +189,7 @@ class Methods:
             raise InvalidArgumentError("the scripted server has no groups")
         for one in request.positions:
             check_partition(one.partition)
-            _check_position(one, memory.version)
+            position_from_message(one, memory.version)
         newest = state.generations.get(request.consumer, 0)
         if request.generation != newest:
             fenced = UprError(
@@ -252,19 +243,6 @@ def _partition_info(partition: Partition) -> admin_pb2.PartitionInfo:
         purge_seqno=partition.purge,
         failover_id=partition.log.newest.failover_id,
         problem=problem_of(refusal) if refusal else None,
-    )
-
-
-def _check_position(message: stream_pb2.Position, version: int) -> None:
-    """Raise InvalidArgumentError when a position contradicts itself."""
-    Position(
-        version,
-        message.failover_id if message.HasField("failover_id") else None,
-        message.data_id if message.HasField("data_id") else None,
-        message.seqno,
-        message.horizon if message.HasField("horizon") else None,
-        tuple(message.markers),
-        None,
     )
 
 
