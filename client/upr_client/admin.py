@@ -340,7 +340,6 @@ def of_message(kind: type[T], message: Any, **others: object) -> T:
 
 
 def server_status(message: admin.GetStatusResponse) -> ServerStatus:
-    """Return a server's status out of its message."""
     return of_message(
         ServerStatus,
         message,
@@ -371,7 +370,6 @@ def _bucket_status(message: admin.BucketStatus) -> BucketStatus:
 
 
 def consumer_info(message: admin.ConsumerInfo) -> ConsumerInfo:
-    """Return a registered consumer out of its message."""
     return of_message(
         ConsumerInfo,
         message,
@@ -383,7 +381,6 @@ def consumer_info(message: admin.ConsumerInfo) -> ConsumerInfo:
 def consumer_positions(
     messages: Iterable[admin.ConsumerPosition],
 ) -> dict[int, ConsumerPosition]:
-    """Return positions by partition out of their messages."""
     return {
         at.partition: ConsumerPosition(at.failover_id, at.seqno, at.member, at.high_seqno, at.time)
         for at in messages
@@ -497,7 +494,6 @@ class PartitionPurge:
 
 
 def partition_purge(message: admin.PartitionPurge) -> PartitionPurge:
-    """Return a partition's tombstones out of their message."""
     holders = tuple(of_message(PurgeHolder, one) for one in message.holders)
     return of_message(PartitionPurge, message, holders=holders)
 
@@ -571,7 +567,6 @@ class PartitionInfo:
 
 
 def partition_info(message: admin.PartitionInfo) -> PartitionInfo:
-    """Return a partition's state out of its message."""
     state = types_pb2.PartitionState.Name(message.state).removeprefix("PARTITION_STATE_").lower()
     return of_message(PartitionInfo, message, state=state)
 
@@ -665,37 +660,27 @@ def topology(message: set_pb2.GetTopologyResponse) -> Topology:
     serving = message.promised <= row.epoch
     names = {directory: one.member.address or directory for directory, one in known.items()}
     members = [
-        SetMember(
-            directory,
-            one.member.address,
+        of_message(
+            SetMember,
+            one,
+            directory=directory,
+            address=one.member.address,
             # A server of itself knows better than its row: it may wait for others before it serves.
-            message.active
+            active=message.active
             if directory == message.directory
             else serving and directory == row.owner,
-            directory in row.counted,
-            one.reached,
-            one.in_step,
-            one.lag,
-            one.drained,
-            one.epoch,
-            one.claiming,
-            one.has_key,
-            one.grant_seconds,
+            counted=directory in row.counted,
         )
         for directory, one in sorted(known.items())
     ]
-    return Topology(
-        message.replica_set,
-        message.directory,
-        message.active,
-        row.epoch,
-        message.promised,
-        tuple(members),
-        message.waiting,
-        names.get(message.candidate, message.candidate),
-        message.claiming,
-        names.get(row.owner, row.owner),
-        _part_of(message),
+    return of_message(
+        Topology,
+        message,
+        epoch=row.epoch,
+        members=tuple(members),
+        candidate=names.get(message.candidate, message.candidate),
+        former=names.get(row.owner, row.owner),
+        part=_part_of(message),
     )
 
 

@@ -165,28 +165,6 @@ def chain_runs(partitions: Indexes, ends: U64, before: U64, reached: U64) -> Non
             reached[other] = max(reached[one], reached[other])
 
 
-def check_started(
-    records: npt.NDArray[np.void], state: npt.NDArray[np.uint8], starting: int
-) -> Indexes:
-    """Return the partitions of records of dtype STARTED, when each answers a Start.
-
-    Raises:
-        ProtocolError: one does not.
-    """
-    partitions = records["partition"].astype(np.int64)
-    sent = (partitions < PARTITIONS) & (records["failover_id"] != 0)
-    sent &= state[np.minimum(partitions, PARTITIONS - 1)] == starting
-    if not sent.all():
-        wrong = records[~sent][0]
-        raise ProtocolError(
-            f"the server started partition {wrong['partition']} under id {int(wrong['failover_id']):016x}: "
-            "no Start was sent, or it is no id"
-        )
-    if np.bincount(partitions, minlength=1).max() > 1:
-        raise ProtocolError("the server started a partition twice")
-    return partitions
-
-
 # As plain integers: of an enum each use is a lookup by name, and some are in loops over 1024 partitions. And numpy asks
 # an enum for attributes in Python code, of which it drops whatever is raised there, a KeyboardInterrupt too.
 _IDLE: Final = int(State.IDLE)
@@ -357,7 +335,6 @@ class Consumer:
         return not self._lasting and bool(self._state[self._followed].min(initial=_DONE) >= _DONE)
 
     def state(self, partition: int) -> State:
-        """Where a partition stands."""
         return State(int(self._state[partition]))
 
     @property
@@ -456,7 +433,6 @@ class Consumer:
         self._leave(partitions, _DONE)
 
     def resume(self, partitions: Iterable[int]) -> None:
-        """Resume partitions that were paused."""
         self._state[list(partitions)] = _READY
 
     def _leave(self, partitions: Iterable[int], state: int) -> list[int]:
@@ -574,7 +550,17 @@ class Consumer:
         """
         if self._stale.any():
             records = records[[not self.is_stale(p) for p in records["partition"].tolist()]]
-        p = check_started(records, self._state, _STARTING)
+        p = records["partition"].astype(np.int64)
+        sent = (p < PARTITIONS) & (records["failover_id"] != 0)
+        sent &= self._state[np.minimum(p, PARTITIONS - 1)] == _STARTING
+        if not sent.all():
+            wrong = records[~sent][0]
+            raise ProtocolError(
+                f"the server started partition {wrong['partition']} under id {int(wrong['failover_id']):016x}: "
+                "no Start was sent, or it is no id"
+            )
+        if np.bincount(p, minlength=1).max() > 1:
+            raise ProtocolError("the server started a partition twice")
         ids, born = records["failover_id"].astype(np.uint64), records["born"] != 0
         if (self._version[p] != self.bucket_version).any():
             raise ProtocolError(
@@ -710,7 +696,6 @@ class Consumer:
         return concerned
 
     def highs(self, partitions: Indexes, high_seqnos: U64) -> None:
-        """The server's high seqnos moved."""
         self._high[partitions] = np.maximum(self._high[partitions], high_seqnos)
 
     def frame(self, blocks: Sequence[Block], tokens: npt.NDArray[np.integer]) -> Delivery | None:

@@ -477,14 +477,10 @@ class AsyncBlockWriter:
             write.refused = error_of(again[0].problem)
             self._break_off(write.refused)
         else:
-            self._settled(order, write.failed)
-
-    def _settled(self, order: int, error: UprError | None) -> None:
-        """A write was taken by the call, and its outcome is known."""
-        self._finish(order, error)
-        if error is not None and self._places:
-            self._fail_behind(error)
-        self._send_some()
+            self._finish(order, write.failed)
+            if write.failed is not None and self._places:
+                self._fail_behind(write.failed)
+            self._send_some()
 
     def _fail_behind(self, error: UprError) -> None:
         """Fail the writes behind a failed place: a retry of the same writes resumes with that one."""

@@ -25,7 +25,6 @@ from upr_protocol.block import (
 )
 from upr_protocol.consumer import Delivery
 from upr_protocol.errors import ProtocolError
-from upr_protocol.handshake import PendingRollback
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.codec import joined_blocks
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -282,7 +281,6 @@ class RecentKeys:
         self._runs: _RunsByPartition | None = None
 
     def add(self, blocks: list[Block]) -> None:
-        """Remember the keys of blocks that were received."""
         self._settle()
         for block in blocks:
             if not block.rows:
@@ -400,21 +398,6 @@ def decode_frame(frame: stream_pb2.Frame) -> tuple[list[Block], npt.NDArray[np.u
 def batch_of(delivery: Delivery) -> ChangeBatch:
     """Return what a delivery is for the application."""
     return ChangeBatch(delivery.blocks, lambda: markers_of(delivery.markers()), delivery=delivery)
-
-
-def rollback_of(pending: PendingRollback, above: KeysAbove) -> Rollback:
-    """Return what a pending rollback is for the application; ``above`` are the keys that it concerns."""
-    return Rollback(
-        pending.partition,
-        pending.from_seqno,
-        pending.seqno,
-        pending.old_id,
-        pending.new_id,
-        pending.rule,
-        pending.words,
-        above.keys,
-        above.complete,
-    )
 
 
 class HandedOut:

@@ -121,9 +121,7 @@ class Membership:
     def released(self, partitions: Iterable[int]) -> stream_pb2.FollowRequest:
         """Give partitions up; return what tells the server."""
         given = sorted(partitions)
-        self.owned.difference_update(given)
-        for partition in given:
-            self.releasing.pop(partition, None)
+        self.forget(given)
         return stream_pb2.FollowRequest(release=stream_pb2.Release(partitions=given))
 
     def forget(self, partitions: Iterable[int] | None = None) -> list[int]:
@@ -152,7 +150,6 @@ class Membership:
         return gone
 
     def due(self, now: float) -> list[stream_pb2.FollowRequest]:
-        """Return the messages to send now."""
         messages = []
         if self._give_up:
             messages.append(self.released(self._give_up))
@@ -194,14 +191,6 @@ class Membership:
     def _next_renewal(self) -> float:
         newest = max(self._sent.values(), default=self._ends - self._lease)
         return newest + self._lease / _RENEWALS
-
-
-class _Stored(NamedTuple):
-    """Stored position of a partition (None without one), with its generation and server process."""
-
-    position: Position | None
-    generation: int
-    server_id: int
 
 
 class Ownership:
@@ -286,14 +275,15 @@ class Ownership:
     def _knows(
         self, partition: int, position: Position | None, generation: int, version: int
     ) -> bool:
-        known = _Stored(self._stored.get(partition), *self._under[partition])
-        if position is None and known.position is not None:
-            return known.server_id != self._server_id or known.position.bucket_version != version
+        known = self._stored.get(partition)
+        known_generation, server_id = self._under[partition]
+        if position is None and known is not None:
+            return server_id != self._server_id or known.bucket_version != version
         # The last save may be stored although no answer came.
         sent = self._sent.get(partition)
         return (
-            generation < known.generation
-            or _same(known.position, position)
+            generation < known_generation
+            or _same(known, position)
             or (sent is not None and _same(sent, position))
         )
 
@@ -309,7 +299,6 @@ class Ownership:
     # Messages.
 
     def load_request(self, bucket: str, version: int) -> stream_pb2.LoadPositionsRequest:
-        """Return what asks for the positions that are to be loaded."""
         return stream_pb2.LoadPositionsRequest(
             bucket=bucket,
             bucket_version=version,
@@ -320,7 +309,6 @@ class Ownership:
     def save_request(
         self, bucket: str, version: int, positions: Mapping[int, Position]
     ) -> stream_pb2.SavePositionsRequest:
-        """Return what stores positions."""
         self._saving = self.generation
         self._saves += 1
         table = PositionTable.of(positions)

@@ -18,7 +18,6 @@ from upr_client.changes.events import (
     RecentKeys,
     Rollback,
     batch_of,
-    rollback_of,
 )
 from upr_client.changes.groups import Membership, Ownership, fenced, is_of_group
 from upr_client.changes.incoming import Incoming, named
@@ -146,7 +145,6 @@ class Saving:
     # What.
 
     def load(self) -> None:
-        """The positions were loaded."""
         self._saved_at = self._clock.now()
 
     def begin(self) -> list[int]:
@@ -164,7 +162,6 @@ class Saving:
         return {p: at for p, at in positions.items() if self._stored.get(p) != at}
 
     def stored(self, positions: Mapping[int, Position]) -> None:
-        """They are stored."""
         self._musts_stored = self._musts_taken
         self._failures, self._not_before, self._fenced_at = 0, 0.0, None
         if self._ledger is not None:
@@ -198,7 +195,6 @@ class Saving:
             raise error
 
     def opened(self) -> None:
-        """Another call was accepted."""
         self._failures, self._not_before, self._fenced_at = 0, 0.0, None
 
     def forget(self, partitions: Iterable[int]) -> None:
@@ -453,7 +449,16 @@ class Following:
                 f"{first.from_seqno} to {first.seqno}: {first.words}",
                 hint='undo the data above that seqno and resume: pass on_rollback=a function, "event" or "restart"',
             )
-        return rollback_of(first, self._keys.above(first.partition, first.seqno))
+        return Rollback(
+            first.partition,
+            first.from_seqno,
+            first.seqno,
+            first.old_id,
+            first.new_id,
+            first.rule,
+            first.words,
+            *self._keys.above(first.partition, first.seqno),
+        )
 
     def offer(self, rollback: Rollback) -> Rollback:
         """Hand a rollback to the application; it is undone when the application asks for the next item."""
@@ -461,7 +466,6 @@ class Following:
         return rollback
 
     def rolled_back(self, rollback: Rollback) -> None:
-        """The application undid a partition's data."""
         partition = rollback.partition
         if not any(item.partition == partition for item in self.session.undoing):
             # Meanwhile the partition went to another member.
@@ -732,7 +736,6 @@ class Following:
         return batch
 
     def hand_out(self) -> None:
-        """Record that the taken batch is handed out."""
         taken = self.taken
         if self.ledger is None or taken is None or isinstance(taken.item, Rollback):
             return
@@ -750,7 +753,6 @@ class Following:
     # Queries.
 
     def status(self, connected: bool) -> ChangesStatus:
-        """Return a snapshot."""
         ownership = self.ownership
         membership = self._membership
         return self.progress.status(
