@@ -156,20 +156,16 @@ class Patience:
         return min(doubled, HEARTBEAT_SECONDS_MAX)
 
     def opened(self, now: float) -> None:
-        """A call was accepted."""
         self._opened_at = now
 
     def brought(self) -> None:
-        """A call brought changes."""
         self._doublings = 0
 
     def beat(self, now: float) -> None:
-        """A call brought a heartbeat."""
         if now - self._opened_at > _CALM_SILENCES * SILENT_INTERVALS * self.interval:
             self._doublings = 0
 
     def lost(self, reason: str) -> None:
-        """A call ended."""
         if reason == SILENT_REASON:
             self._doublings = min(self._doublings + 1, _DOUBLINGS_MAX)
 
@@ -231,11 +227,9 @@ class Reconnecting:
         return None if self._any_version else known or None
 
     def heard(self) -> None:
-        """The server said something."""
         self._heard_at = self._clock.now()
 
     def answered(self) -> None:
-        """Starts were answered."""
         self._attempt = 0
 
     def all_started(self) -> None:
@@ -263,16 +257,13 @@ class Reconnecting:
         return False
 
     def beat(self) -> None:
-        """A heartbeat came."""
         self._patience.beat(self._clock.now())
 
     def brought(self) -> None:
-        """Changes came."""
         self._attempt = self._violations = 0
         self._patience.brought()
 
     def opened(self) -> None:
-        """A call was accepted."""
         self._any_version = False
         self._patience.opened(self._clock.now())
 

@@ -354,7 +354,6 @@ class ChangesOptions:
     def open_message(
         self, bucket: str, version: int | None, heartbeat_seconds: float
     ) -> stream_pb2.Open:
-        """Return the first message of a Follow call."""
         return stream_pb2.Open(
             bucket=bucket,
             bucket_version=version,

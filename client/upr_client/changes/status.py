@@ -85,7 +85,6 @@ class Progress:
         self._committed: npt.NDArray[np.int64] = np.zeros(PARTITIONS, np.int64)
 
     def received(self, delivery: Delivery, now: float) -> None:
-        """A delivery came."""
         rows = sum(block.rows for block in delivery.blocks)
         self.changes += rows
         self._last = now
