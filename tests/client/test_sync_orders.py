@@ -31,8 +31,7 @@ from tests.client.scripted import (
 )
 from upr_client import Change, Client, MemoryPositions, Only, Position, Tuning
 from upr_client._sync.block_writer import Write
-from upr_client.errors import NoRoomError, UnavailableError
-from upr_client.types import WriteResult
+from upr_client.errors import NoRoomError
 from upr_protocol.block import build_block
 from upr_protocol.errors import ShuttingDownError, UprError
 from upr_protocol.failover import FailoverLog
@@ -329,25 +328,6 @@ def test_answers_that_were_lost_are_asked_for_in_order(channel: Any) -> None:
     assert outcomes == [1, 2, 3]
 
 
-def test_after_a_passing_refusal_everything_behind_it_is_sent_again(channel: Any) -> None:
-    outcomes: list[Any] = []
-    with writes(channel, [b"1", b"2"], outcomes):
-        call = write_call(channel)
-        begin(call)
-        numbers(call, 2)
-        out_of_order = UprError("1 comes first", reason="WRITE_OUT_OF_ORDER", retriable=True)
-        call.say(write_refused(1, NoRoomError("full")), write_refused(2, out_of_order))
-        call.half_closed()
-        call.end()
-        call = write_call(channel)
-        begin(call)
-        assert numbers(call, 2) == [(3, b"1"), (4, b"2")]
-        call.say(applied(3, (P, 0, 1)), applied(4, (P, 1, 2)))
-        call.half_closed()
-        call.end()
-    assert outcomes == [1, 2]
-
-
 def test_what_was_refused_is_not_sent_again_behind_what_was_applied(channel: Any) -> None:
     outcomes: list[Any] = []
     with writes(channel, [b"older", b"newer"], outcomes):
@@ -395,32 +375,6 @@ def test_an_answer_out_of_turn_ends_the_call(channel: Any) -> None:
         call.half_closed()
         call.end()
     assert outcomes == [1]
-
-
-def test_a_write_is_given_up_only_after_its_time(channel: Any) -> None:
-    outcomes: list[Any] = []
-    with writes(channel, [b"1"], outcomes, retry_seconds=0.0):
-        call = write_call(channel)
-        call.take("open")
-        call.end(UnavailableError("not yet"))
-    assert isinstance(outcomes[0], UnavailableError)
-
-
-def test_the_result_of_one_row(channel: Any) -> None:
-    results: list[WriteResult] = []
-
-    def work() -> None:
-        with Client("scripted", channel=channel) as client:
-            results.append(client.bucket().set(KEY, b"value"))
-
-    with beside(work):
-        call = write_call(channel)
-        begin(call)
-        numbers(call, 1)
-        call.say(applied(1, (P, 7, 8)))
-        call.half_closed()
-        call.end()
-    assert results == [WriteResult(P, 8, ID_A, VERSION)]
 
 
 class ClosedChannel:

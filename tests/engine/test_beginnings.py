@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.engine.buckets import MINE, OTHER, bucket, commit, write
 from tests.engine.test_cuts import entry
-from tests.engine.test_follower_steps import MINE, OTHER, bucket, commit, write
 from tests.raw import all_rows
 from tests.storage.stored_blocks import store_of
 from upr.engine.bucket import Bucket, FlushPlan

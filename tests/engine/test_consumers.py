@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.engine.buckets import bucket
 from tests.storage.stored_blocks import consumers_of, store_of
 from upr.engine import consumers as consumers_module
 from upr.engine.bucket import Bucket
 from upr.engine.consumers import NO_LIMIT, Consumers, Save, read_positions
 from upr.engine.follower import Follower
-from upr.engine.partitions import ACTIVE, Partitions
 from upr.engine.streams import FollowOptions, Started, StartRequest
-from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow, PartitionRow
-from upr.storage.store import Identity
+from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow
 from upr_protocol.block import I64, U64, build_block, make_runs, sealed
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import FailoverLog, FailoverRecord
@@ -29,11 +28,6 @@ def position(partition: int, seqno: int) -> tuple[I64, U64, U64]:
 
 
 IDS = np.arange(1, 1025, dtype=np.uint64)
-
-
-def bucket() -> Bucket:
-    rows = [PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)]
-    return Bucket(Identity("b", 1), Partitions.from_rows(rows), 1, proven=False)
 
 
 def write(to: Bucket, partition: int, rows: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.test_follower_steps import bucket, commit, flush
+from tests.engine.buckets import bucket, commit, flush
 from tests.engine.test_replication import entry, write
 from tests.raw import all_rows
 from upr.engine.bucket import Bucket, Written

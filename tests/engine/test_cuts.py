@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.test_follower_steps import bucket, commit, write
+from tests.engine.buckets import bucket, commit, write
 from upr.engine.bucket import Bucket, FlushPlan
 from upr.engine.cuts import NO_PIN, Cut, Cuts, fences_of
 from upr.engine.partitions import DEAD, PENDING

@@ -5,52 +5,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.engine.buckets import (
+    MINE,
+    OTHER,
+    bucket,
+    commit,
+    flush,
+    stretch_block,
+    with_stored,
+    write,
+)
 from tests.raw import all_rows
-from upr.engine.bucket import Bucket, FlushPlan
+from upr.engine.bucket import Bucket
 from upr.engine.follower import FRAMES_UNTIL_JOINED, READ_PARTITIONS, Follower
-from upr.engine.partitions import ACTIVE, REPLICA, Partitions
+from upr.engine.partitions import REPLICA
 from upr.engine.streams import FollowOptions, Refused, RolledBack, Started, StartRequest
 from upr.engine.tail import MARK_EVERY
 from upr.engine.tail_readers import ENTRIES_AT_ONCE
 from upr.storage.blocks import Encoded
-from upr.storage.keyspace import PartitionRow
 from upr.storage.read import ReadResult
-from upr.storage.store import Identity
 from upr_protocol.block import Block, block_values, build_block, make_runs, sealed
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, StorageFailedError
-from upr_protocol.failover import FailoverLog
 from upr_protocol.flow import CreditWindow
 from upr_protocol.limits import FRAME_BYTES
-from upr_protocol.wire.codec import decode_block, encode_block
-
-MINE, OTHER = 5, 6
-
-
-def bucket() -> Bucket:
-    rows = [PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)]
-    return Bucket(Identity("b", 1), Partitions.from_rows(rows), 1, proven=False)
-
-
-def write(to: Bucket, partition: int, value: bytes = b"v") -> None:
-    block = sealed(replace(build_block([b"k"], [value]), runs=make_runs([partition], [1])))
-    to.write(block, b"", None, 0, 1)
-
-
-def commit(of: Bucket) -> None:
-    while (taken := of.take_commit()) is not None:
-        of.commit_done(taken)
-
-
-def flush(of: Bucket) -> list[tuple[int, int, bytes]]:
-    plan = of.begin_flush()
-    assert isinstance(plan, FlushPlan)
-    blocks: list[tuple[int, int, bytes]] = []
-    for part in plan.prepare():
-        merged = plan.merge(part)
-        blocks += merged.blocks
-        of.slice_stored(merged)
-    of.end_flush(complete=True)
-    return blocks
+from upr_protocol.wire.codec import decode_block
 
 
 class Wake:
@@ -155,21 +133,6 @@ def test_a_partition_named_twice_in_a_stop_ends_once() -> None:
     follower.stop([MINE, MINE])
     (ended,) = follower.take_ended()
     assert ended.streams == [(MINE, 1)]
-
-
-def stretch_block(start: int, end: int, horizon: int) -> Encoded:
-    rows = range(start + 1, end + 1)
-    block = build_block([b"%d" % i for i in rows], [b"v"] * len(rows))
-    runs = make_runs([MINE], len(rows), start, end, horizon, 1)
-    block = sealed(replace(block, runs=runs))
-    return Encoded(runs, encode_block(block))
-
-
-def with_stored(high: int) -> Bucket:
-    b = bucket()
-    for column in (b.partitions.stored, b.partitions.high, b.partitions.durable):
-        column[MINE] = high
-    return b
 
 
 def test_until_inside_a_stretch_ends_at_its_marker() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.test_follower_steps import bucket, commit
+from tests.engine.buckets import bucket, commit, partition_rows
 from tests.engine.test_producers import NAME, P, Q, World
 from tests.raw import all_rows
 from upr.engine import tail as tail_module
@@ -18,9 +18,7 @@ from upr.engine.recovery import recover
 from upr.engine.streams import FollowOptions, Started, StartRequest
 from upr.engine.tail import GATHER_MICROS, SMALL_BYTES, WINDOW_BYTES
 from upr.storage.journal import Commit
-from upr.storage.keyspace import PartitionRow
 from upr_protocol.block import block_partitions, block_seqnos, build_block, make_runs, sealed
-from upr_protocol.failover import FailoverLog
 from upr_protocol.flow import CreditWindow
 from upr_protocol.limits import BLOCK_COLUMN_BYTES
 from upr_protocol.wire.codec import decode_block
@@ -154,9 +152,8 @@ def test_a_stream_that_starts_at_the_end_gets_what_gathers_later() -> None:
 
 def restarted(world: World, commits: list[Commit]) -> World:
     """The same partitions after a crash that left these commits."""
-    rows = [PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)]
     found = recover(
-        dict(enumerate(rows)),
+        partition_rows(),
         lambda _: (),
         commits,
         proven=None,
@@ -226,10 +223,10 @@ def test_an_entry_of_which_a_partition_is_stored_keeps_the_writes_in_the_others(
     world.write(1, [P])
     world.write(2, [Q])
     found = taken(world.bucket)
-    rows = [PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)]
+    rows = partition_rows()
     rows[P] = replace(rows[P], stored_high=1, complete=1, horizon=1)
     result = recover(
-        dict(enumerate(rows)),
+        rows,
         lambda _: (),
         [found],
         proven=None,
@@ -239,7 +236,7 @@ def test_an_entry_of_which_a_partition_is_stored_keeps_the_writes_in_the_others(
     (entry,) = result.entries
     assert entry.runs["partition"].tolist() == [Q]
     assert [write.number for write in entry.writes] == [2]
-    assert Partitions.from_rows(rows).stored[P] == 1
+    assert Partitions.from_rows(list(rows.values())).stored[P] == 1
 
 
 # Windows

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.test_follower_steps import commit, flush, write
+from tests.engine.buckets import commit, flush, write
 from upr.engine.bucket import Bucket
 from upr.engine.follower import Follower
 from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Partitions

@@ -1,8 +1,8 @@
 """Places of a producer: several send under one name what may differ, and each content is applied once, all of it."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,80 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from upr.engine.bucket import Bucket, Written
-from upr.engine.partitions import ACTIVE, PENDING, Partitions
+from tests.engine.buckets import Server
+from upr.engine.partitions import ACTIVE, PENDING
 from upr.engine.producers import ProducerCall
-from upr.engine.recovery import recover
-from upr.storage.journal import Commit
-from upr.storage.keyspace import PartitionRow, ProducerRow
-from upr.storage.store import Identity
-from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import ContentDiffersError
-from upr_protocol.failover import FailoverLog
-from upr_protocol.limits import PARTITIONS
 from upr_protocol.places import PLACES, place_number
 from upr_spark.sink.writers import Place, places
 
 USED = (5, 6, 700)
 A, B = b"\x01" * 32, b"\xf1" * 32
 """Two contents: the numbers of B are larger than those of A in the same place."""
-
-
-class Server:
-    """A bucket, what is stored of it, and its journal."""
-
-    def __init__(self) -> None:
-        self.ids = iter(range(10**6, 10**9))
-        self.rows = {
-            p: PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(PARTITIONS)
-        }
-        self.stored: dict[bytes, dict[int, ProducerRow]] = {}
-        self.commits: list[Commit] = []
-        partitions = Partitions.from_rows(list(self.rows.values()))
-        self.bucket = Bucket(Identity("b", 1), partitions, 1, proven=False)
-
-    def open(self, name: bytes = b"p") -> ProducerCall:
-        stored = self.stored.get(name, {})
-        return self.bucket.open_producer(name, max((r.number for r in stored.values()), default=0))
-
-    def write(self, call: ProducerCall, number: int, parts: Sequence[int]) -> Written:
-        rows = [b"k"] * len(parts)
-        block = sealed(replace(build_block(rows, rows), runs=make_runs(parts, [1] * len(parts))))
-        stored = self.stored.get(call.name, {})
-        return self.bucket.write(block, call.name, call, number, 1, stored)
-
-    def high(self, partition: int) -> int:
-        return int(self.bucket.partitions.high[partition])
-
-    def commit(self) -> None:
-        commit = self.bucket.take_commit()
-        if commit is not None:
-            self.commits.append(commit)
-            self.bucket.commit_done(commit)
-
-    def flush(self, slices: int = 1024) -> None:
-        plan = self.bucket.begin_flush()
-        if plan is None:
-            return
-        parts = plan.prepare()
-        for part in parts[:slices]:
-            merged = plan.merge(part)
-            for name, numbers in plan.producer_rows(part, merged).items():
-                for partition, *fields in numbers.table.tolist():
-                    self.stored.setdefault(name, {})[partition] = ProducerRow(*fields)
-            self.bucket.slice_stored(merged)
-            self.rows.update({p: self.bucket.partitions.row(p) for p in merged.ends})
-        through = self.bucket.end_flush(slices >= len(parts))
-        self.commits = [commit for commit in self.commits if commit.number > through]
-
-    def crash(self) -> None:
-        found = recover(
-            self.rows, lambda _: [], self.commits, proven=None, new_id=lambda: next(self.ids)
-        )
-        self.rows.update(found.rows)
-        self.bucket = Bucket(Identity("b", 1), found.partitions, found.next_commit, proven=True)
-        self.bucket.recovered(found.entries)
-        self.bucket.proven = False
 
 
 # The server's half by itself

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.engine.buckets import bucket, partition_rows
 from upr.engine.bucket import Bucket, Written
-from upr.engine.partitions import ACTIVE, DEAD, Partitions
+from upr.engine.partitions import ACTIVE, DEAD
 from upr.engine.producers import NewestNumbers, ProducerCall
 from upr.engine.recovery import recover
 from upr.storage.journal import Commit, JournalEntry, NumberedWrite
-from upr.storage.keyspace import PartitionRow, ProducerRow
+from upr.storage.keyspace import ProducerRow
 from upr.storage.store import Identity
 from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import (
@@ -19,7 +20,6 @@ from upr_protocol.errors import (
     StorageFailedError,
     TooManyError,
 )
-from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PRODUCER_MEMORY_BYTES, WRITE_NUMBER_MAX
 from upr_protocol.wire.codec import encode_block
 
@@ -31,8 +31,7 @@ class World:
     """A bucket whose store is a table of producers' numbers, and calls of a producer that writes into it."""
 
     def __init__(self) -> None:
-        rows = [PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)]
-        self.bucket = Bucket(Identity("b", 1), Partitions.from_rows(rows), 1, proven=False)
+        self.bucket = bucket()
         self.stored: dict[int, ProducerRow] = {}
         self.call = self.open()
 
@@ -255,7 +254,6 @@ def test_recovery_keeps_the_numbers_of_what_it_keeps() -> None:
         table = make_runs(partitions, [1] * len(rows), starts, ends, horizons, 5)
         return encode_block(sealed(replace(build_block(rows, rows), runs=table)))
 
-    rows = {p: PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)}
     commits = [
         Commit(
             1, (JournalEntry(encoded([(P, 0, 1, 1), (Q, 0, 1, 1)]), (NumberedWrite(NAME, 1),)),)
@@ -265,7 +263,7 @@ def test_recovery_keeps_the_numbers_of_what_it_keeps() -> None:
         ),
     ]
     ids = iter(range(10**6, 10**7))
-    found = recover(rows, lambda _: [], commits, proven=None, new_id=lambda: next(ids))
+    found = recover(partition_rows(), lambda _: [], commits, proven=None, new_id=lambda: next(ids))
     assert {name: n.table.tolist() for name, n in found.producers} == {NAME: [(P, 1, P + 1, 0, 1)]}
     world = World()
     world.bucket = Bucket(Identity("b", 1), found.partitions, found.next_commit, proven=True)

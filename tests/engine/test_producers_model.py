@@ -4,25 +4,18 @@ Whatever happens, each part of a write is applied at most once, in the order in 
 to have been applied before was, and one that was refused for good never is.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from upr.engine.bucket import Bucket
-from upr.engine.partitions import ACTIVE, PENDING, Partitions
+from tests.engine.buckets import Server
+from upr.engine.partitions import ACTIVE, PENDING
 from upr.engine.producers import ProducerCall
-from upr.engine.recovery import recover
-from upr.storage.journal import Commit
-from upr.storage.keyspace import PartitionRow, ProducerRow
-from upr.storage.store import Identity
-from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import OutOfOrderError
-from upr_protocol.failover import FailoverLog
 
-NAME = b"p"
 USED = (5, 6, 700)
 PARTS = st.sets(st.sampled_from(USED), min_size=1)
 
@@ -51,15 +44,7 @@ class WriterAndBucket(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ids = iter(range(10**6, 10**9))
-        self.rows = {
-            p: PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)
-        }
-        self.stored: dict[int, ProducerRow] = {}
-        self.commits: list[Commit] = []
-        self.bucket = Bucket(
-            Identity("b", 1), Partitions.from_rows(list(self.rows.values())), 1, proven=False
-        )
+        self.server = Server()
         self.applied: dict[int, list[tuple[int, int]]] = {p: [] for p in USED}
         """For each partition (seqno, id of the write)."""
         self.failed: set[tuple[int, int]] = set()
@@ -81,8 +66,7 @@ class WriterAndBucket(RuleBasedStateMachine):
     @precondition(lambda self: self.call is None)
     @rule()
     def connect(self) -> None:
-        stored = max((row.number for row in self.stored.values()), default=0)
-        self.call = self.bucket.open_producer(NAME, stored)
+        self.call = self.server.open()
         self.last_number = max(self.last_number, self.call.producer.last_number)
         self.previous = self.sent = 0
         self.answers = []
@@ -110,16 +94,15 @@ class WriterAndBucket(RuleBasedStateMachine):
 
     def number(self, write: Pending) -> Answer:
         parts = sorted(write.parts)
-        rows = [b"%d" % write.id] * len(parts)
-        block = sealed(replace(build_block(rows, rows), runs=make_runs(parts, [1] * len(parts))))
-        written = self.bucket.write(block, NAME, self.call, write.number, 1, self.stored)
+        assert self.call is not None
+        written = self.server.write(self.call, write.number, parts, b"%d" % write.id)
         for run in written.runs.tolist():
             partition, _, start, end = run[:4]
             known = [one for one, id_ in self.applied[partition] if id_ == write.id]
             if known:
                 assert end in (0, *known), "told other seqnos than it was given"
             else:
-                assert end == int(self.bucket.partitions.high[partition]) == start + 1
+                assert end == self.server.high(partition) == start + 1
                 self.applied[partition].append((end, write.id))
         told = {int(p) for p in written.runs["partition"]}
         assert told | written.refused.keys() == write.parts
@@ -147,7 +130,7 @@ class WriterAndBucket(RuleBasedStateMachine):
     def lose(self) -> None:
         """The connection is lost, with the answers that are on their way."""
         assert self.call is not None
-        self.bucket.close_producer(self.call)
+        self.server.bucket.close_producer(self.call)
         self.call = None
         if not self.broken:
             for answer in self.answers:
@@ -161,45 +144,24 @@ class WriterAndBucket(RuleBasedStateMachine):
 
     @rule(partition=st.sampled_from(USED))
     def change_state(self, partition: int) -> None:
-        state = self.bucket.partitions.state
+        state = self.server.bucket.partitions.state
         state[partition] = PENDING if state[partition] == ACTIVE else ACTIVE
 
     @rule()
     def commit(self) -> None:
-        commit = self.bucket.take_commit()
-        if commit is not None:
-            self.commits.append(commit)
-            self.bucket.commit_done(commit)
+        self.server.commit()
 
     @rule(slices=st.integers(0, 3))
     def flush(self, slices: int) -> None:
-        plan = self.bucket.begin_flush()
-        if plan is None:
-            return
-        parts = plan.prepare()
-        for part in parts[:slices]:
-            merged = plan.merge(part)
-            for numbers in plan.producer_rows(part, merged).values():
-                for partition, *fields in numbers.table.tolist():
-                    self.stored[partition] = ProducerRow(*fields)
-            self.bucket.slice_stored(merged)
-            self.rows.update({p: self.bucket.partitions.row(p) for p in merged.ends})
-        through = self.bucket.end_flush(slices >= len(parts))
-        self.commits = [commit for commit in self.commits if commit.number > through]
+        self.server.flush(slices)
 
     @rule()
     def crash(self) -> None:
         if self.call is not None:
             self.lose()
-        found = recover(
-            self.rows, lambda _: [], self.commits, proven=None, new_id=lambda: next(self.ids)
-        )
-        self.rows.update(found.rows)
-        self.bucket = Bucket(Identity("b", 1), found.partitions, found.next_commit, proven=True)
-        self.bucket.recovered(found.entries)
-        self.bucket.proven = False
+        self.server.crash()
         for partition, given in self.applied.items():
-            high = int(self.bucket.partitions.high[partition])
+            high = self.server.high(partition)
             self.applied[partition] = [one for one in given if one[0] <= high]
 
     # What holds
@@ -215,7 +177,7 @@ class WriterAndBucket(RuleBasedStateMachine):
         """Nothing goes wrong any more: everything that is pending is applied."""
         wanted = [(partition, write.id) for write in self.pending for partition in write.parts]
         for partition in USED:
-            self.bucket.partitions.state[partition] = ACTIVE
+            self.server.bucket.partitions.state[partition] = ACTIVE
         if self.call is not None:
             self.lose()
         self.connect()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.test_follower_steps import MINE, OTHER, bucket, commit
+from tests.engine.buckets import MINE, OTHER, bucket, commit
 from tests.model import Row, State, apply
 from tests.raw import all_rows
 from tests.storage.stored_blocks import block_of, put, rows_of, store_of, whole_range

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.engine.test_follower_steps import following, sent_while_awake, write
+from tests.engine.buckets import partition_rows, write
+from tests.engine.test_follower_steps import following, sent_while_awake
 from tests.raw import all_rows
 from upr.engine.bucket import Bucket
 from upr.engine.partitions import ACTIVE, DEAD
@@ -38,10 +39,6 @@ def commits(*blocks: Block) -> list[Commit]:
     ]
 
 
-def stored() -> dict[int, PartitionRow]:
-    return {p: PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)}
-
-
 IDS = iter(range(10_000, 100_000))
 
 
@@ -67,7 +64,7 @@ JOURNAL = commits(run(CUT, 0, 3, 3), run(WHOLE, 0, 2, 2), run(CUT, 3, 6, 12), ru
 
 
 def test_a_record_is_at_the_last_complete_marker_and_what_is_above_goes() -> None:
-    found = recovered(stored(), JOURNAL)
+    found = recovered(partition_rows(), JOURNAL)
     table = found.partitions
     assert [record.seqno for record in table.logs[CUT]] == [0, 3]
     assert [record.seqno for record in table.logs[WHOLE]] == [0, 2]
@@ -79,7 +76,7 @@ def test_a_record_is_at_the_last_complete_marker_and_what_is_above_goes() -> Non
 
 
 def test_a_record_without_a_durable_row_stays_for_who_holds_lost_rows_of_it() -> None:
-    first = recovered(stored(), JOURNAL)
+    first = recovered(partition_rows(), JOURNAL)
     served = Bucket(Identity("b", 7), first.partitions, first.next_commit, proven=False)
     served.recovered(first.entries)
     held_id = first.partitions.logs[WHOLE].newest.failover_id
@@ -107,7 +104,7 @@ def test_a_record_without_a_durable_row_stays_for_who_holds_lost_rows_of_it() ->
 
 
 def test_what_was_cut_off_stays_away_at_the_next_start() -> None:
-    first = recovered(stored(), JOURNAL)
+    first = recovered(partition_rows(), JOURNAL)
     # Written under the new record, in the next commit; the journal still has the old ones.
     later = Commit(first.next_commit, (JournalEntry(encode_block(run(CUT, 3, 4, 4))),))
     again = recovered(first.rows, [*JOURNAL, later])
@@ -117,20 +114,20 @@ def test_what_was_cut_off_stays_away_at_the_next_start() -> None:
 
 
 def test_a_proven_start_cuts_nothing_off() -> None:
-    found = recovered(stored(), JOURNAL, proven=True)
+    found = recovered(partition_rows(), JOURNAL, proven=True)
     assert len(found.entries) == 4
     assert not found.rows
 
 
 def test_a_marker_below_an_earlier_horizon_is_not_complete() -> None:
     journal = commits(run(CUT, 0, 3, 3), run(CUT, 3, 6, 12), run(CUT, 6, 9, 9))
-    found = recovered(stored(), journal)
+    found = recovered(partition_rows(), journal)
     assert [record.seqno for record in found.partitions.logs[CUT]] == [0, 3]
 
 
 def test_a_journal_that_does_not_go_on_where_the_store_ends_is_no_history() -> None:
     journal = commits(run(CUT, 0, 3, 3), run(WHOLE, 0, 2, 2), run(CUT, 5, 6, 6))
-    found = recovered(stored(), journal)
+    found = recovered(partition_rows(), journal)
     assert list(found.partitions.problems) == [CUT]
     assert "goes on at seqno 5" in found.partitions.problems[CUT].message
     assert not found.partitions.serves(CUT)
@@ -138,11 +135,11 @@ def test_a_journal_that_does_not_go_on_where_the_store_ends_is_no_history() -> N
 
 
 # The store holds up to 6: the newest complete marker is 3, the rest is part of the stretch that ends at 12.
-IN_STRETCH = replace(stored()[CUT], stored_high=6, complete=3, horizon=12)
+IN_STRETCH = replace(partition_rows()[CUT], stored_high=6, complete=3, horizon=12)
 
 
 def test_the_stored_high_is_no_marker_within_a_stretch() -> None:
-    found = recovered({**stored(), CUT: IN_STRETCH}, [], proven=True)
+    found = recovered({**partition_rows(), CUT: IN_STRETCH}, [], proven=True)
     table = found.partitions
     assert (table.high[CUT], table.complete[CUT], table.horizon[CUT]) == (6, 3, 12)
     bucket = Bucket(Identity("b", 1), table, found.next_commit, proven=True)
@@ -154,7 +151,7 @@ def test_the_stored_high_is_no_marker_within_a_stretch() -> None:
 
 
 def test_stored_blocks_of_a_stretch_are_cut_off_with_it() -> None:
-    found = recovered({**stored(), CUT: IN_STRETCH}, commits(run(CUT, 6, 9, 12)))
+    found = recovered({**partition_rows(), CUT: IN_STRETCH}, commits(run(CUT, 6, 9, 12)))
     row = found.rows[CUT]
     assert found.cut_off == {CUT: 3}
     assert not found.entries
@@ -166,7 +163,10 @@ def test_stored_blocks_of_a_stretch_are_cut_off_with_it() -> None:
 
 def test_a_lost_row_is_made_anew_from_what_the_blocks_say() -> None:
     heads = [Head(0, 3, 3, 3, 1), Head(3, 6, 12, 3, 1)]
-    rows: dict[int, PartitionRow | DataDamagedError] = {**stored(), CUT: DataDamagedError("lost")}
+    rows: dict[int, PartitionRow | DataDamagedError] = {
+        **partition_rows(),
+        CUT: DataDamagedError("lost"),
+    }
     found = recover(
         rows,
         lambda _: heads,
@@ -183,7 +183,10 @@ def test_a_lost_row_over_blocks_that_cannot_be_read_is_a_dead_partition() -> Non
     def heads(_: int) -> list[Head]:
         raise DataDamagedError("no block")
 
-    rows: dict[int, PartitionRow | DataDamagedError] = {**stored(), CUT: DataDamagedError("lost")}
+    rows: dict[int, PartitionRow | DataDamagedError] = {
+        **partition_rows(),
+        CUT: DataDamagedError("lost"),
+    }
     found = recover(rows, heads, [], proven=proof_of(rows, heads, []), new_id=lambda: next(IDS))
     assert found.rows[CUT].state == DEAD
     assert found.notes == ["no block"]
@@ -191,9 +194,9 @@ def test_a_lost_row_over_blocks_that_cannot_be_read_is_a_dead_partition() -> Non
 
 @pytest.mark.parametrize("journal", [JOURNAL[:3], JOURNAL[:1], []])
 def test_less_than_the_proof_says_is_damage_of_the_partition(journal: list[Commit]) -> None:
-    highs = recovered(stored(), JOURNAL).highs
+    highs = recovered(partition_rows(), JOURNAL).highs
     highs[CUT], highs[WHOLE] = 9, 2 if len(journal) > 1 else 0
-    found = recover(stored(), lambda _: (), journal, proven=highs, new_id=lambda: next(IDS))
+    found = recover(partition_rows(), lambda _: (), journal, proven=highs, new_id=lambda: next(IDS))
     assert list(found.partitions.problems) == [CUT]
     end = int(found.highs[CUT])
     assert f"it ends at seqno {end}, the clean-shutdown proof says 9" in found.notes[0]
@@ -201,7 +204,11 @@ def test_less_than_the_proof_says_is_damage_of_the_partition(journal: list[Commi
     assert list(found.rows) == [CUT]
     # It stays dead, and the proof that is written with it asks for no more than there is.
     again = recover(
-        {**stored(), **found.rows}, lambda _: (), journal, proven=found.highs, new_id=lambda: 1
+        {**partition_rows(), **found.rows},
+        lambda _: (),
+        journal,
+        proven=found.highs,
+        new_id=lambda: 1,
     )
     assert not again.partitions.serves(CUT)
 
@@ -209,7 +216,10 @@ def test_less_than_the_proof_says_is_damage_of_the_partition(journal: list[Commi
 def test_what_the_proof_says_may_lie_in_the_store_or_in_the_journal() -> None:
     highs = np.zeros(1024, np.uint64)
     highs[CUT], highs[WHOLE] = 9, 7
-    rows = {**stored(), WHOLE: replace(stored()[WHOLE], stored_high=7, complete=7, horizon=7)}
+    rows = {
+        **partition_rows(),
+        WHOLE: replace(partition_rows()[WHOLE], stored_high=7, complete=7, horizon=7),
+    }
     found = recover(rows, lambda _: (), JOURNAL, proven=highs, new_id=lambda: next(IDS))
     assert not found.partitions.problems
     assert not found.rows
@@ -217,7 +227,7 @@ def test_what_the_proof_says_may_lie_in_the_store_or_in_the_journal() -> None:
 
 
 def test_the_proof_of_recovery_asks_for_what_was_kept() -> None:
-    found = recovered(stored(), JOURNAL)
+    found = recovered(partition_rows(), JOURNAL)
     assert (found.highs[CUT], found.highs[WHOLE]) == (3, 2)
 
 
@@ -227,7 +237,7 @@ GONE = commits(run(CUT, 0, 3, 3), run(WHOLE, 0, 2, 2), run(CUT, 5, 6, 6), run(CU
 
 
 def test_what_lies_behind_a_gap_is_kept_aside_and_what_lies_before_it_is_not() -> None:
-    found = recovered(stored(), GONE, proven=True)
+    found = recovered(partition_rows(), GONE, proven=True)
     assert list(found.aside) == [(CUT, 3, 0), (CUT, 4, 0)]
     kept = [decode_block(data) for data in found.aside.values()]
     assert [row[1] for row in all_rows(kept)] == [6, 7, 8, 9]
@@ -238,10 +248,10 @@ def test_what_lies_behind_a_gap_is_kept_aside_and_what_lies_before_it_is_not() -
 
 def test_reason_time_and_highest_seqno_survive_further_starts() -> None:
     first = recover(
-        stored(),
+        partition_rows(),
         lambda _: (),
         GONE,
-        proven=proof_of(stored(), lambda _: (), GONE),
+        proven=proof_of(partition_rows(), lambda _: (), GONE),
         new_id=lambda: next(IDS),
         now=1_000_000,
     )
@@ -249,10 +259,10 @@ def test_reason_time_and_highest_seqno_survive_further_starts() -> None:
     assert (row.state, row.since, row.known_high) == (DEAD, 1_000_000, 9)
     assert row.reason == f"partition {CUT}: the journal goes on at seqno 5, the store ends at 3"
     again = recover(
-        {**stored(), CUT: row},
+        {**partition_rows(), CUT: row},
         lambda _: (),
         [],
-        proven=proof_of({**stored(), CUT: row}, lambda _: (), []),
+        proven=proof_of({**partition_rows(), CUT: row}, lambda _: (), []),
         new_id=lambda: next(IDS),
         now=2,
     )
@@ -262,8 +272,8 @@ def test_reason_time_and_highest_seqno_survive_further_starts() -> None:
 
 
 def test_a_second_start_before_a_flush_loses_nothing_either() -> None:
-    first = recovered(stored(), GONE)
-    again = recovered({**stored(), **first.rows}, GONE, proven=True)
+    first = recovered(partition_rows(), GONE)
+    again = recovered({**partition_rows(), **first.rows}, GONE, proven=True)
     assert again.aside == first.aside
     assert [int(e.runs["end_seqno"][0]) for e in again.entries] == [3, 2]
 
@@ -272,10 +282,13 @@ def test_nothing_of_the_journal_goes_on_where_blocks_cannot_be_read() -> None:
     def heads(_: int) -> list[Head]:
         raise DataDamagedError("no block")
 
-    rows: dict[int, PartitionRow | DataDamagedError] = {**stored(), CUT: DataDamagedError("lost")}
+    rows: dict[int, PartitionRow | DataDamagedError] = {
+        **partition_rows(),
+        CUT: DataDamagedError("lost"),
+    }
     found = recover(rows, heads, GONE, proven=proof_of(rows, heads, GONE), new_id=lambda: next(IDS))
     assert [key[1] for key in found.aside] == [1, 3, 4]
-    again = recovered({**stored(), CUT: found.rows[CUT]}, GONE, proven=True)
+    again = recovered({**partition_rows(), CUT: found.rows[CUT]}, GONE, proven=True)
     assert not again.aside
     assert [e.runs["partition"].tolist() for e in again.entries] == [[WHOLE]]
 
@@ -286,7 +299,7 @@ def accepted(found: Recovered, *, stored_end: int = 0) -> PartitionRow:
 
 
 def test_an_accepted_loss_is_a_record_at_the_last_marker_before_the_gap() -> None:
-    found = recovered(stored(), GONE, proven=True)
+    found = recovered(partition_rows(), GONE, proven=True)
     row = accepted(found)
     assert (row.state, row.stored_high, row.complete, row.horizon) == (ACTIVE, 3, 3, 3)
     assert [record.seqno for record in row.log] == [0, 3]
@@ -295,7 +308,7 @@ def test_an_accepted_loss_is_a_record_at_the_last_marker_before_the_gap() -> Non
     assert found.cut_off == {CUT: 3}
     # What is numbered next lies behind the old journal, which does not count any more.
     later = Commit(found.next_commit, (JournalEntry(encode_block(run(CUT, 3, 4, 4))),))
-    again = recovered({**stored(), CUT: row}, [*GONE, later], proven=True)
+    again = recovered({**partition_rows(), CUT: row}, [*GONE, later], proven=True)
     assert not again.aside
     assert not again.partitions.problems
     assert [int(e.runs["end_seqno"][0]) for e in again.entries] == [2, 4]
@@ -303,7 +316,7 @@ def test_an_accepted_loss_is_a_record_at_the_last_marker_before_the_gap() -> Non
 
 def test_a_gap_in_the_middle_of_a_stretch_is_cut_off_at_its_beginning() -> None:
     journal = commits(run(CUT, 0, 3, 3), run(CUT, 3, 6, 12), run(CUT, 9, 12, 12))
-    found = recovered(stored(), journal, proven=True)
+    found = recovered(partition_rows(), journal, proven=True)
     row = accepted(found)
     assert (row.stored_high, row.log.newest.seqno) == (3, 3)
     assert not found.entries
@@ -311,9 +324,11 @@ def test_a_gap_in_the_middle_of_a_stretch_is_cut_off_at_its_beginning() -> None:
 
 def test_what_goes_on_where_the_blocks_do_not_end_is_given_up() -> None:
     # The row says 6, of which the blocks can be read up to 3.
-    dead = replace(stored()[CUT], state=DEAD, stored_high=6, complete=6, horizon=6, purge_seqno=5)
+    dead = replace(
+        partition_rows()[CUT], state=DEAD, stored_high=6, complete=6, horizon=6, purge_seqno=5
+    )
     journal = commits(run(CUT, 6, 9, 9), run(WHOLE, 0, 2, 2))
-    found = recovered({**stored(), CUT: dead}, journal, proven=True)
+    found = recovered({**partition_rows(), CUT: dead}, journal, proven=True)
     row = accepted(found, stored_end=3)
     assert (row.stored_high, row.log.newest.seqno, row.purge_seqno) == (3, 3, 3)
     assert not found.blocks
@@ -324,7 +339,7 @@ def test_a_partition_that_lost_its_end_never_gives_those_seqnos_again_under_the_
     highs = np.zeros(1024, np.uint64)
     highs[CUT] = 9
     journal = commits(run(CUT, 0, 3, 3))
-    found = recover(stored(), lambda _: (), journal, proven=highs, new_id=lambda: next(IDS))
+    found = recover(partition_rows(), lambda _: (), journal, proven=highs, new_id=lambda: next(IDS))
     assert (found.rows[CUT].state, found.rows[CUT].known_high) == (DEAD, 9)
     row = accepted(found)
     # The proof that is written with it asks for what is there.
@@ -335,7 +350,7 @@ def test_a_partition_that_lost_its_end_never_gives_those_seqnos_again_under_the_
 
 def test_a_proof_that_the_journal_contradicts_proves_nothing() -> None:
     """Something was numbered since: it may have been lost and seen as well."""
-    highs = proof_of(stored(), lambda _: (), JOURNAL[:2])
-    found = recover(stored(), lambda _: (), JOURNAL, proven=highs, new_id=lambda: next(IDS))
+    highs = proof_of(partition_rows(), lambda _: (), JOURNAL[:2])
+    found = recover(partition_rows(), lambda _: (), JOURNAL, proven=highs, new_id=lambda: next(IDS))
     assert [record.seqno for record in found.partitions.logs[CUT]] == [0, 3]
     assert any("contradict" in note for note in found.notes)

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.engine.test_follower_steps import Wake, commit, flush
+from tests.engine.buckets import bucket, commit, flush
+from tests.engine.test_follower_steps import Wake
 from tests.raw import all_rows
 from upr.engine.bucket import Bucket
 from upr.engine.compaction import PurgeAges, purge_limits, raise_purges
@@ -18,7 +19,6 @@ from upr.engine.tail import TailEntry
 from upr.storage.blocks import Head
 from upr.storage.journal import Commit, JournalEntry, NumberedWrite
 from upr.storage.keyspace import CutRow, PartitionRow, Pin
-from upr.storage.store import Identity
 from upr_protocol.block import Block, build_block, make_runs, sealed
 from upr_protocol.errors import ProtocolError
 from upr_protocol.failover import FailoverLog, FailoverRecord
@@ -28,11 +28,6 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 A, B = 3, 4
 DIRECTORY = "00000000000000aa"
-
-
-def bucket(state: int = ACTIVE, epoch: int = 1) -> Bucket:
-    rows = [PartitionRow(state, epoch, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)]
-    return Bucket(Identity("b", 1), Partitions.from_rows(rows), 1, proven=False)
 
 
 def entry(*runs: tuple[int, int, int, int]) -> TailEntry:

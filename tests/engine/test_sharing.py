@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.test_follower_steps import bucket, commit
+from tests.engine.buckets import bucket, commit
 from tests.raw import all_rows
 from upr.engine.bucket import Bucket
 from upr.engine.streams import FollowOptions

@@ -2,8 +2,17 @@
 
 import pytest
 
+from tests.engine.buckets import (
+    MINE,
+    OTHER,
+    bucket,
+    commit,
+    flush,
+    stretch_block,
+    with_stored,
+    write,
+)
 from tests.engine.test_cuts import entry
-from tests.engine.test_follower_steps import bucket, commit, flush, stretch_block, write
 from tests.raw import all_rows
 from upr.engine.bucket import Bucket
 from upr.engine.follower import Follower
@@ -13,7 +22,6 @@ from upr.storage.read import ReadResult
 from upr_protocol.flow import CreditWindow
 from upr_protocol.wire.codec import decode_block
 
-MINE, OTHER = 5, 6
 WINDOW = 1 << 20
 
 
@@ -44,13 +52,6 @@ def stored(of: Bucket, follower: Follower, *blocks: Encoded) -> None:
     wanted = follower.next_read()
     assert wanted is not None
     follower.feed([ReadResult(wanted[0][0], list(blocks))])
-
-
-def in_store(high: int) -> Bucket:
-    b = bucket()
-    for column in (b.partitions.stored, b.partitions.high, b.partitions.durable):
-        column[MINE] = high
-    return b
 
 
 @pytest.mark.parametrize("memory", [True, False])
@@ -129,7 +130,7 @@ def test_nothing_but_a_run_across_it_ends_the_stream_without_a_frame() -> None:
 
 
 def test_from_the_store_it_ends_at_the_marker() -> None:
-    b = in_store(9)
+    b = with_stored(9)
     follower, _ = exact(b, 6)
     stored(b, follower, *(stretch_block(*run) for run in ((0, 3, 6), (3, 6, 6), (6, 9, 9))))
     assert sent(follower) == [1, 2, 3, 4, 5, 6]
@@ -139,7 +140,7 @@ def test_from_the_store_it_ends_at_the_marker() -> None:
 
 @pytest.mark.parametrize("run", [(2, 9, 9), (2, 6, 9), (2, 5, 7)])
 def test_a_stored_run_beyond_it_ends_the_stream_in_the_middle(run: tuple[int, int, int]) -> None:
-    b = in_store(9)
+    b = with_stored(9)
     follower, _ = exact(b, 6)
     stored(b, follower, stretch_block(0, 2, 2), stretch_block(*run))
     assert sent(follower) == [1, 2]
@@ -151,7 +152,7 @@ def test_a_stored_run_beyond_it_ends_the_stream_in_the_middle(run: tuple[int, in
 
 
 def test_a_pin_that_lapses_between_two_reads_ends_the_stream() -> None:
-    b = in_store(9)
+    b = with_stored(9)
     follower, _ = exact(b, 6)
     stored(b, follower, stretch_block(0, 3, 3))
     assert sent(follower) == [1, 2, 3]
@@ -185,7 +186,7 @@ def test_a_flush_under_the_stream_sends_it_to_the_store_and_back_to_its_end() ->
 
 
 def test_where_it_stands_already_it_is_finished_at_once() -> None:
-    b = in_store(9)
+    b = with_stored(9)
     follower, answer = exact(b, 4, seqno=4)
     assert isinstance(answer, Started)
     assert ends(follower) == ["FINISHED"]
@@ -197,7 +198,7 @@ def test_where_it_stands_already_it_is_finished_at_once() -> None:
 
 @pytest.mark.parametrize(("seqno", "until", "words"), [(0, 10, "high seqno is 9"), (5, 4, "at 5")])
 def test_an_end_that_cannot_be_reached_is_refused(seqno: int, until: int, words: str) -> None:
-    b = in_store(9)
+    b = with_stored(9)
     follower, answer = exact(b, until, seqno=seqno)
     assert isinstance(answer, Refused)
     assert (answer.error.reason, answer.error.retriable) == ("SNAPSHOT_GONE", False)
@@ -206,7 +207,7 @@ def test_an_end_that_cannot_be_reached_is_refused(seqno: int, until: int, words:
 
 
 def test_a_rollback_comes_before_the_end_is_looked_at() -> None:
-    b = in_store(9)
+    b = with_stored(9)
     follower = Follower(b, FollowOptions(), CreditWindow(WINDOW), lambda: None)
     (answer,) = follower.start([StartRequest(MINE, 77, 5, 77, until_exact=100)])
     assert isinstance(answer, RolledBack)

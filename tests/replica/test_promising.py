@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.client.certificates import make_certificate
-from tests.engine.test_replication import bucket
+from tests.engine.buckets import bucket
 from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
 from upr.replica.holding import held_of

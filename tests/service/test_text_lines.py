@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.test_follower_steps import MINE, stretch_block, with_stored
+from tests.engine.buckets import MINE, stretch_block, with_stored
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.text import lines as text
 from upr.service.text.feed import Feed

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.engine.buckets import partition_rows
 from tests.model import ModelPartition, Row, State, apply
 from tests.raw import all_rows
-from upr.engine.partitions import ACTIVE
 from upr.storage.blocks import BlockRange, Head
 from upr.storage.compact import PurgeLimits
 from upr.storage.keyspace import PRODUCER, ConsumerRow, PartitionRow, ProducerNumbers, ProducerRow
@@ -16,7 +16,6 @@ from upr.storage.read import read_blocks
 from upr.storage.store import Identity, ReadRequest, Store
 from upr_client.testing.memory import run_block
 from upr_protocol.block import Block, sealed
-from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.codec import decode_block, encode_block
 
 Change = tuple[bytes, bytes | None]
@@ -27,8 +26,7 @@ TIME = 100
 def store_of(folder: Path) -> Store:
     """Make an empty store with its 1024 rows."""
     store = Store(folder)
-    rows = {p: PartitionRow(ACTIVE, 1, 0, 0, 0, FailoverLog.born(p + 1)) for p in range(1024)}
-    store.create(Identity("b", 1), rows)
+    store.create(Identity("b", 1), partition_rows())
     return store
 
 
