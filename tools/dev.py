@@ -171,62 +171,42 @@ def setup() -> None:
     MAIN.make()
 
 
+def _major(pattern: str, *command: str) -> int:
+    """The major version that a program tells; 0 when there is none that runs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return 0
+    found = re.search(pattern, done.stdout + done.stderr)
+    return int(found[1]) if done.returncode == 0 and found else 0
+
+
 def java_version() -> int:
     """The major version of the Java that Spark would start; 0 when there is none that runs."""
     home = os.environ.get("JAVA_HOME")
     program = str(Path(home) / "bin" / "java") if home else "java"
-    try:
-        done = subprocess.run([program, "-version"], capture_output=True, text=True)
-    except OSError:
-        return 0
-    found = re.search(r'version "(?:1\.)?(\d+)', done.stderr)
-    return int(found[1]) if done.returncode == 0 and found else 0
+    return _major(r'version "(?:1\.)?(\d+)', program, "-version")
 
 
 def node_version() -> int:
     """The major version of the Node that would be started; 0 when there is none that runs, or no npm beside it."""
-    try:
-        done = subprocess.run(["node", "--version"], capture_output=True, text=True)
-    except OSError:
-        return 0
-    found = re.match(r"v(\d+)", done.stdout)
-    return int(found[1]) if found and shutil.which("npm") else 0
+    return _major(r"^v(\d+)", "node", "--version") if shutil.which("npm") else 0
 
 
 def chromium_version() -> int:
-    """The major version of Chromium; 0 when there is none that runs."""
-    try:
-        done = subprocess.run(["chromium", "--version"], capture_output=True, text=True)
-    except OSError:
-        return 0
-    found = re.search(r"Chromium (\d+)", done.stdout)
-    return int(found[1]) if done.returncode == 0 and found else 0
+    return _major(r"Chromium (\d+)", "chromium", "--version")
 
 
 def etcd_version() -> int:
-    """The major version of etcd; 0 when there is none that runs."""
-    try:
-        done = subprocess.run(["etcd", "--version"], capture_output=True, text=True)
-    except OSError:
-        return 0
-    found = re.search(r"etcd Version: (\d+)", done.stdout)
-    return int(found[1]) if done.returncode == 0 and found else 0
+    return _major(r"etcd Version: (\d+)", "etcd", "--version")
 
 
 def postgres_version() -> int:
     """The major version of PostgreSQL's server; 0 when there is none that runs."""
     # Debian keeps it outside the search path, by version.
     places = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
-    try:
-        done = subprocess.run(
-            [shutil.which("postgres") or str(*places[-1:]), "--version"],
-            capture_output=True,
-            text=True,
-        )
-    except OSError:
-        return 0
-    found = re.search(r"PostgreSQL\) (\d+)", done.stdout)
-    return int(found[1]) if done.returncode == 0 and found else 0
+    program = shutil.which("postgres") or str(*places[-1:])
+    return _major(r"PostgreSQL\) (\d+)", program, "--version")
 
 
 @dataclass(frozen=True)
