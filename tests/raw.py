@@ -1,11 +1,12 @@
 """A client that speaks the wire by hand, so that tests can say what the SDK never would."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
+import pytest
 
 from tests.harness import WAIT_SECONDS
 from upr_protocol.block import (
@@ -16,8 +17,9 @@ from upr_protocol.block import (
     block_values,
     build_block,
 )
+from upr_protocol.errors import UprError
 from upr_protocol.wire.codec import block_from_message, block_to_message, decode_runs
-from upr_protocol.wire.grpc import CLIENT_OPTIONS
+from upr_protocol.wire.grpc import CLIENT_OPTIONS, error_from_call
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import admin_service_pb2_grpc as admin_grpc
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
@@ -84,7 +86,8 @@ class RawClient:
 
     async def writer(self, producer: str = "", **options: Any) -> "RawWriter":
         call = self.kv.Write()
-        opening = kv.WriteOpen(bucket="default", producer=producer, **options)
+        bucket = options.pop("bucket", "default")
+        opening = kv.WriteOpen(bucket=bucket, producer=producer, **options)
         await call.write(kv.WriteRequest(open=opening))
         writer = RawWriter(call)
         writer.opened = (await writer.read()).opened
@@ -243,6 +246,13 @@ def start_at(
     return changes.StartPartition(
         partition=partition, seqno=seqno, failover_id=failover_id, **options
     )
+
+
+async def error_of(call: Awaitable[Any]) -> UprError:
+    """Return the error with which a call ends."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return error_from_call(caught.value)
 
 
 def is_compressed(block: bytes) -> bool:

@@ -52,6 +52,7 @@ TABLE = """
 2 | upr-server --data folder --max-value-bytes 1GiB --print-config | '1GiB' must be a size of 0 to 20MiB
 2 | upr-server --data folder --heartbeat-seconds 0 --print-config | must be a duration of
 2 | upr-server --data folder --flush-seconds never --print-config | 'never' must be a duration of
+2 | upr-server --data folder --flush-seconds 0 --print-config | must be a duration of
 2 | upr-server --data folder --reader-timeout 1 --print-config | with its unit
 2 | upr-server --data folder --failover-log 1 --print-config | Did you mean '--failover-log-records'?
 2 | upr-server --data folder --log-format xml --print-config | 'xml' is not one of 'text', 'json'

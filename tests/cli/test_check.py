@@ -14,9 +14,8 @@ from tests.harness import RunningServer
 from tests.storage.closed import NEVER, Closed, block_of
 from tests.storage.stored_blocks import consumers_of
 from upr.cli import admin
-from upr.storage.keyspace import ConsumerRow, CutRow, PartitionRow, Pin
+from upr.storage.keyspace import ConsumerRow, CutRow, Pin
 from upr_client import Client, Only
-from upr_protocol.errors import DataDamagedError
 from upr_protocol.limits import ADMIN_SOCKET
 from upr_protocol.partitioning import partition_of
 
@@ -153,20 +152,12 @@ def test_clients_of_a_copy_that_was_restored_roll_back_to_its_record(
     assert {len(log) for log in logs(server).values()} == {3}
 
 
-def row_of(closed: Closed, partition: int) -> PartitionRow:
-    store = closed.store()
-    row = store.partitions()[partition]
-    store.close()
-    assert not isinstance(row, DataDamagedError)
-    return row
-
-
 def test_what_lies_above_the_marker_and_speaks_of_the_future_goes(tmp_path: Path) -> None:
     closed = Closed(tmp_path / "data")
     closed.put(block_of(3, 0, 10))
     closed.put(block_of(5, 0, 10), state=2)
     closed.journal((1, [block_of(3, 10, 12)]), (2, [block_of(3, 12, 15, horizon=20)]))
-    old = row_of(closed, 3).log.newest.failover_id
+    old = closed.row(3).log.newest.failover_id
     store = closed.store()
     store.put_consumers(
         {
@@ -185,9 +176,9 @@ def test_what_lies_above_the_marker_and_speaks_of_the_future_goes(tmp_path: Path
         "released: nightly, a cut of bucket default",
         "bucket default: consumer 'ahead' was at 13 in partition 3, which the copy does not have: removed",
     ]
-    row = row_of(closed, 3)
+    row = closed.row(3)
     assert (row.stored_high, row.log.newest.seqno, len(row.log)) == (12, 12, 2)
-    assert len(row_of(closed, 5).log) == 1
+    assert len(closed.row(5).log) == 1
     store = closed.store()
     assert store.cuts() == {}
     assert {name: list(rows) for name, rows in consumers_of(store).items()} == {
@@ -206,7 +197,7 @@ def test_it_asks_on_a_terminal(
     monkeypatch.setattr("upr_cli_kit.output.can_ask", lambda: True)
     result = CliRunner().invoke(admin.main, ["restore-copy", str(closed.path)], input=answer)
     assert "Go on?" in result.stderr
-    assert len(row_of(closed, 0).log) == records
+    assert len(closed.row(0).log) == records
 
 
 def test_it_changes_nothing_where_nobody_can_be_asked(tmp_path: Path) -> None:
@@ -214,7 +205,7 @@ def test_it_changes_nothing_where_nobody_can_be_asked(tmp_path: Path) -> None:
     code, words = failed("restore-copy", closed.path)
     assert code == 2
     assert "give --yes" in words
-    assert len(row_of(closed, 0).log) == 1
+    assert len(closed.row(0).log) == 1
 
 
 def test_what_is_not_served_is_not_checked(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The commands against a real server."""
 
-import itertools
 import json
 import os
 import signal
@@ -283,62 +282,16 @@ def test_admin_formats(target: str) -> None:
     assert above["start"]["alarm"] is True
 
 
-def test_errors_of_the_connection(server_process: StartServer) -> None:
-    server = server_process()
-    bucket = ["partitions", "--bucket", "nope", "--target", server.target]
-    assert CliRunner().invoke(admin.main, bucket).exit_code == 3
-    target = server.target
-    server.terminate()
+def test_errors_of_the_connection() -> None:
     for command, arguments in (
         (admin.main, ["failover-log", "5"]),
         (cat.main, ["follow"]),
         (cat.main, ["load", "jsonl", os.devnull]),
     ):
-        result = CliRunner().invoke(command, [*arguments, "--target", target])
+        result = CliRunner().invoke(command, [*arguments, "--target", "127.0.0.1:1"])
         assert result.exit_code == 5, result.output
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1
-
-
-def server_error(folder: Path, *options: str) -> str:
-    """Return the one line with which a server that cannot start ends."""
-    folder.mkdir()
-    server = RunningServer(folder, *options)
-    server.launch()
-    assert server.wait() == 2
-    [line] = server.log_text().splitlines()
-    assert line.startswith("error: ")
-    return line
-
-
-def test_a_server_that_cannot_start_says_why_in_one_line(
-    server_process: StartServer, tmp_path: Path
-) -> None:
-    server = server_process()
-    attempts = itertools.count()
-
-    def error(*options: str) -> str:
-        return server_error(tmp_path / f"attempt {next(attempts)}", *options)
-
-    assert "in use" in error("--listen", server.target)
-    assert "in use" in error("--data", str(server.data))
-    assert "loopback" in error("--listen", "0.0.0.0:0")
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "PG_VERSION").write_text("15")
-    assert "not a data directory" in error("--data", str(foreign))
-    assert (foreign / "PG_VERSION").read_text() == "15"
-    file = tmp_path / "file"
-    file.write_text("")
-    assert str(file) in error("--data", str(file))
-    newer = tmp_path / "newer"
-    newer.mkdir()
-    (newer / "upr-stream.json").write_text('{"program": "upr-stream", "format": 999}')
-    assert "999" in error("--data", str(newer))
-    assert "HOST:PORT" in error("--listen", "nonsense")
-    for bad in ("nan", "inf", "0", "-1"):
-        error("--flush-seconds", bad)
-    assert server.terminate() == 0
 
 
 def test_the_environment_configures_the_server(server_process: StartServer, tmp_path: Path) -> None:

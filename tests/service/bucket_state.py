@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
 
 from tests.harness import WAIT_SECONDS, RunningServer
+from tests.raw import RawClient
 from upr.config import ServerConfig
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.server import Server
 from upr_client import AsyncClient, Change, Rollback
 
@@ -55,3 +58,21 @@ async def serving(config: ServerConfig) -> AsyncIterator[Server]:
         yield server
     finally:
         await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def connected(folder: Path) -> AsyncIterator[tuple[Server, RawClient]]:
+    """A server in this process, and a client of it."""
+    config = ServerConfig(folder / "data", "127.0.0.1:0", open_admin=True)
+    async with serving(config) as server, RawClient(server.address) as client:
+        yield server, client
+
+
+def started(host: BucketService) -> BucketService:
+    """Start a bucket; that its storage failed is told to nobody."""
+
+    async def failed() -> None:
+        pass
+
+    host.start(failed)
+    return host

@@ -6,10 +6,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.client.certificates import make_certificate
 from tests.harness import RunningServer
+from upr.cli.server import main
 from upr.service.access.identities import add_identity
+from upr.service.server import Server
+
+
+def refused(folder: Path, *options: str, listen: str = "127.0.0.1:0") -> str:
+    """Start a server in this process, which must end with status 2; return what it says."""
+
+    async def started(_: Server) -> None:
+        raise AssertionError("it would start")
+
+    data = str(folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "start", started)
+        done = CliRunner().invoke(main, ["--data", data, "--listen", listen, *options])
+    assert done.exit_code == 2, done.output
+    return done.output
 
 
 @pytest.mark.parametrize("name", ["with blanks, commas and 100%", "x" * 100])
@@ -64,11 +81,9 @@ def test_data_directories_with_unusual_paths(tmp_path: Path, name: str) -> None:
 def test_a_malformed_file_is_refused_at_the_start(tmp_path: Path, line: str, words: str) -> None:
     file = tmp_path / "identities"
     file.write_text(f"# who may what\n\n{line}\n" if line else "\n")
-    server = RunningServer(tmp_path, "--tokens", str(file))
-    server.launch()
-    assert server.wait() == 2
-    assert words in server.log_text()
-    assert "upr_abc" not in server.log_text()
+    said = refused(tmp_path, "--tokens", str(file))
+    assert words in said
+    assert "upr_abc" not in said
 
 
 @pytest.mark.parametrize(
@@ -98,10 +113,7 @@ def test_tls_that_cannot_be_is_refused_at_the_start(
         "own-ca": ("--tls-client-ca", tmp_path / "chain.pem"),
         "text": ("--text", "127.0.0.1:0"),
     }
-    server = RunningServer(tmp_path, *(str(part) for name in names for part in paths[name]))
-    server.launch()
-    assert server.wait() == 2
-    assert words in server.log_text()
+    assert words in refused(tmp_path, *(str(part) for name in names for part in paths[name]))
 
 
 def test_another_address_needs_tls_and_identities(tmp_path: Path) -> None:
@@ -117,18 +129,16 @@ def test_another_address_needs_tls_and_identities(tmp_path: Path) -> None:
         # A socket that is no TCP: whoever connects there would be its owner.
         ("unix:7711", [*tls, *tokens], False),
     ):
+        if not serves:
+            words = "must be HOST:PORT" if target.startswith("unix") else "must be loopback"
+            assert words in refused(tmp_path, *options, listen=target)
+            continue
         server = RunningServer(tmp_path, *options)
         server.target = target
         try:
-            if serves:
-                server.start()
-                assert ("--insecure" in options) == ("listening for everybody" in server.log_text())
-                assert server.terminate() == 0
-            else:
-                server.launch()
-                assert server.wait() == 2
-                words = "must be HOST:PORT" if target.startswith("unix") else "must be loopback"
-                assert words in server.log_text()
+            server.start()
+            assert ("--insecure" in options) == ("listening for everybody" in server.log_text())
+            assert server.terminate() == 0
         finally:
             server.close()
             server.log.unlink()

@@ -3,14 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
-from tests.raw import RawClient, RawFollow, seqnos_of, start_at
+from tests.raw import RawClient, RawFollow, error_of, seqnos_of, start_at
 from upr_protocol.block import Block, build_block, make_runs, sealed
 from upr_protocol.wire.codec import block_to_message
-from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -117,34 +115,28 @@ async def test_a_write_that_misses_the_one_before_it_is_refused(
         assert "write number is 0; must be 1 to" in told
 
 
-async def failing(call: Any) -> Any:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return error_from_call(caught.value)
-
-
 @pytest.mark.asyncio
 async def test_bad_unary_requests(target: str) -> None:
     async with RawClient(target) as client:
-        error = await failing(client.hello({1024: None}))
+        error = await error_of(client.hello({1024: None}))
         assert (error.reason, error.retriable) == ("INVALID_ARGUMENT", False)
         assert "partition is 1024; must be 0 to 1023" in error.message
-        error = await failing(client.hello({5: 0}))
+        error = await error_of(client.hello({5: 0}))
         assert "failover id is 0" in error.message
-        error = await failing(client.hello({5: None}, bucket="nowhere"))
+        error = await error_of(client.hello({5: None}, bucket="nowhere"))
         assert error.reason == "BUCKET_NOT_FOUND"
         twice = [wire.HelloPartition(partition=5)] * 2
-        error = await failing(
+        error = await error_of(
             client.changes.Hello(wire.HelloRequest(bucket="default", partitions=twice))
         )
         assert "twice" in error.message
         other = wire.HelloRequest(bucket="default", bucket_version=1)
-        error = await failing(client.changes.Hello(other))
+        error = await error_of(client.changes.Hello(other))
         assert error.reason == "BUCKET_GONE"
         assert "created again" in error.message
-        error = await failing(client.partitions(2000))
+        error = await error_of(client.partitions(2000))
         assert "2000" in error.message
-        error = await failing(client.logs(5, 5))
+        error = await error_of(client.logs(5, 5))
         assert "twice" in error.message
 
 
@@ -228,7 +220,7 @@ async def test_what_makes_no_sense_ends_the_call_with_its_reason(
 )
 async def test_a_bad_open_is_refused(target: str, options: dict[str, Any], words: str) -> None:
     async with RawClient(target) as client:
-        error = await failing(client.follow(**options))
+        error = await error_of(client.follow(**options))
         assert words in error.message
 
 
@@ -237,5 +229,5 @@ async def test_a_write_call_must_begin_with_open(target: str) -> None:
     async with RawClient(target) as client:
         call = client.kv.Write()
         await call.write(kv.WriteRequest(write=kv.WriteBlock()))
-        error = await failing(call.read())
+        error = await error_of(call.read())
         assert "first message of a Write call is Open" in error.message

@@ -2,8 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,13 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.raw import RawClient, RawFollow, all_rows, start_at
-from tests.service.bucket_state import until
+from tests.service.bucket_state import connected, until
 from tests.service.keys import some_keys
 from tests.service.test_compression import zstd_server
-from upr.config import ServerConfig
 from upr.service import follow as beginnings_module
 from upr.service.clock import Clock
 from upr.service.conversation import Found
 from upr.service.follow import beginnings
-from upr.service.server import Server
 from upr.storage import search as by_time
 from upr.storage.store import Store
 from upr_protocol.block import Block
@@ -192,17 +189,6 @@ class HeldSearch:
         monkeypatch.setattr(beginnings_module, "search_time", held)
 
 
-@asynccontextmanager
-async def serving(tmp_path: Path) -> AsyncIterator[tuple[Server, RawClient]]:
-    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0", open_admin=True))
-    await server.start()
-    try:
-        async with RawClient(server.address) as client:
-            yield server, client
-    finally:
-        await server.stop()
-
-
 async def said(follow: RawFollow, count: int) -> list[wire.FollowResponse]:
     """The next messages but heartbeats."""
     found: list[wire.FollowResponse] = []
@@ -218,7 +204,7 @@ async def test_starts_are_answered_in_order_and_a_stop_comes_before_the_first_ro
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = HeldSearch(monkeypatch)
-    async with serving(tmp_path) as (_, client):
+    async with connected(tmp_path) as (_, client):
         writer = await client.writer("")
         await writer.write([(some_keys(p, 1)[0], b"v") for p in (P, Q)])
         follow = await client.follow()
@@ -251,7 +237,7 @@ async def test_a_call_that_ends_meanwhile_opens_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     held = HeldSearch(monkeypatch)
-    async with serving(tmp_path) as (server, client):
+    async with connected(tmp_path) as (server, client):
         await client.admin.CreateBucket(admin.CreateBucketRequest(name="b"))
         bucket = server._catalog.find("b").bucket
         follow = await client.follow(bucket="b", consumer="c")
@@ -280,7 +266,7 @@ async def test_a_call_that_ends_meanwhile_opens_nothing(
 
 @pytest.mark.asyncio
 async def test_positions_that_are_reset_begin_where_a_start_would(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, client):
+    async with connected(tmp_path) as (server, client):
         host = server._catalog.find("default")
         writer = await client.writer("")
         for i in range(6):

@@ -78,19 +78,6 @@ async def test_buckets_are_created_listed_and_kept_over_a_restart(
 
 
 @pytest.mark.asyncio
-async def test_of_creations_at_once_one_wins(target: str) -> None:
-    async with AsyncClient(target) as client:
-        outcomes = await asyncio.gather(
-            *(client.admin.create_bucket("one") for _ in range(6)), return_exceptions=True
-        )
-        made = [one for one in outcomes if not isinstance(one, BaseException)]
-        refused = [one for one in outcomes if isinstance(one, AlreadyExistsError)]
-        assert (len(made), len(refused)) == (1, 5)
-        (listed,) = [one for one in await client.admin.buckets() if one.name == "one"]
-        assert listed.version == made[0].version
-
-
-@pytest.mark.asyncio
 async def test_there_is_room_for_as_many_buckets_as_the_limit_says(
     server_process: StartServer,
 ) -> None:

@@ -13,16 +13,15 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, poll
+from tests.service.bucket_state import started
 from tests.service.keys import some_keys
 from tests.service.test_purging import ends, purge, write
 from upr.config import ServerConfig
 from upr.engine.consumers import Consumers
 from upr.service import clock as clock_module
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.catalog import create_bucket
 from upr.service.buckets.keepers import expire_consumers
 from upr.service.clock import CLOCK, Clock, Known, read_clock, write_clock
-from upr.storage.directory import DataDirectory
 from upr.storage.store import Identity
 from upr_client import AsyncClient
 from upr_client.errors import CutNotFoundError
@@ -274,11 +273,9 @@ async def look(host: BucketService) -> tuple[list[str], int]:
 
 @pytest.mark.asyncio
 async def test_cuts_and_tombstones_outlive_steps_of_the_clock_and_an_hour_after_a_restart(
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
     time = Time()
-    directory = DataDirectory(tmp_path / "data")
-    folder = create_bucket(directory, "default")
     clock = time.start()
     host = hosted(folder, clock)
     gone, kept, last = some_keys(P, 3)
@@ -303,22 +300,14 @@ async def test_cuts_and_tombstones_outlive_steps_of_the_clock_and_an_hour_after_
     assert await look(host) == ([], 3)
     assert ends(host) == [4]
     assert await host.close()
-    directory.close()
 
 
 @pytest.mark.asyncio
-async def test_a_clock_set_back_before_a_start_does_not_put_the_flush_off(tmp_path: Path) -> None:
+async def test_a_clock_set_back_before_a_start_does_not_put_the_flush_off(folder: Path) -> None:
     """A crash leaves the stored time behind what was dated."""
     time = Time()
-    directory = DataDirectory(tmp_path / "data")
-    folder = create_bucket(directory, "default")
-    config = ServerConfig(data=tmp_path / "data", flush_seconds=0.05)
-    host = BucketService(folder, config, clock=time.start())
-
-    async def failed() -> None:
-        pass
-
-    host.start(failed)
+    config = ServerConfig(data=folder, flush_seconds=0.05)
+    host = started(BucketService(folder, config, clock=time.start()))
     written = await host.write(build_block([b"a"], [b"v"]), b"", None, 0)
     time.step(-2 * HOUR)
     host.disk.clock = time.start()
@@ -327,7 +316,6 @@ async def test_a_clock_set_back_before_a_start_does_not_put_the_flush_off(tmp_pa
         while host.bucket.tail.first <= written.entry:
             await host.disk.next_change()
     assert await host.close()
-    directory.close()
 
 
 # A server

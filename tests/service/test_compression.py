@@ -3,13 +3,14 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import lmdb
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import RunningServer, wait_until
 from tests.raw import RawClient, RawFollow, all_rows, is_compressed, start_at
 from tests.service.test_follow import fill
 from upr.storage import keyspace
@@ -35,26 +36,14 @@ ROWS: list[tuple[bytes, bytes | None]] = [
 ]
 
 
-def store_of(server: RunningServer) -> Store:
-    (folder,) = server.data.glob("buckets/*")
-    return Store(folder / "store")
-
-
-def with_compression(server: RunningServer, compression: str) -> None:
-    """Set how the stopped server's bucket is compressed."""
-    store = store_of(server)
-    identity = store.identity()
-    assert identity is not None
-    identity = type(identity)(identity.name, identity.version, compression)
-    store.create(identity, {})
-    store.close()
-
-
 def zstd_server(server_process: StartServer) -> RunningServer:
+    """Start a server whose bucket is compressed when it is stored."""
     server = server_process()
-    assert server.terminate() == 0
-    with_compression(server, "zstd")
-    return server.start()
+    with Client(server.target) as client:
+        client.admin.drop_bucket("default")
+        client.admin.create_bucket("default", compression="zstd")
+    wait_until(lambda: len([*server.data.glob("buckets/*")]) == 1, "the end of the other one")
+    return server
 
 
 def restart(server: RunningServer) -> None:
@@ -228,7 +217,12 @@ async def test_a_damaged_block_ends_its_stream_alone(
 def test_an_unknown_compression_is_refused(server_process: StartServer) -> None:
     server = server_process()
     assert server.terminate() == 0
-    with_compression(server, "lz4")
+    (folder,) = server.data.glob("buckets/*")
+    store = Store(folder / "store")
+    identity = store.identity()
+    assert identity is not None
+    store.create(replace(identity, compression="lz4"), {})
+    store.close()
     before = len(server.log_text())
     server.launch()
     assert server.wait() == 2

@@ -14,12 +14,11 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient, RawFollow, start_at
+from tests.service.bucket_state import connected
 from tests.service.test_positions import PARTITION, fill
-from upr.config import ServerConfig
 from upr.engine.consumers import Consumers
 from upr.service import admin as consumer_methods
 from upr.service.buckets.keepers import ConsumerSaver, Rows
-from upr.service.server import Server
 from upr.service.trouble import Troubles
 from upr_client import AsyncClient as Client
 from upr_client import FilePositions
@@ -222,9 +221,7 @@ async def test_more_consumers_than_are_kept_go_on_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("upr.engine.consumers.CONSUMERS_MAX", 1)
-    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0", open_admin=True))
-    await server.start()
-    async with RawClient(server.address) as client:
+    async with connected(tmp_path) as (_, client):
         await fill(client, 10)
         first = await following(client, "first")
         await first.send(ack=ack((PARTITION, 2)))
@@ -237,7 +234,6 @@ async def test_more_consumers_than_are_kept_go_on_all_the_same(
         await second.close()
         assert [info.name for info in await consumers(client)] == ["first"]
         await first.close()
-    await server.stop()
     told = [r for r in caplog.records if "are not kept" in r.getMessage()]
     assert len(told) == 1
 
@@ -268,26 +264,21 @@ async def test_more_consumers_than_go_into_one_message_are_listed_in_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consumer_methods, "LIST_BYTES", 300)
-    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0", open_admin=True))
-    await server.start()
     names = [f"consumer-{i:03}" for i in range(40)]
-    try:
+    async with connected(tmp_path) as (server, client):
         host = server._catalog.find("default")
         partitions = np.arange(4)
         for name in names:
             seqnos = np.zeros(4, np.uint64)
             host.bucket.consumer_positions.acknowledge(name, partitions, seqnos, seqnos, 5)
-        async with RawClient(server.address) as client:
-            request = admin.ListConsumersRequest(bucket="default", with_positions=True)
-            first = await client.admin.ListConsumers(request, timeout=WAIT_SECONDS)
-            assert first.more
-            assert 0 < len(first.consumers) < 20
-        async with Client(server.address) as client:
-            found = await client.admin.consumers("default", with_positions=True)
+        request = admin.ListConsumersRequest(bucket="default", with_positions=True)
+        first = await client.admin.ListConsumers(request, timeout=WAIT_SECONDS)
+        assert first.more
+        assert 0 < len(first.consumers) < 20
+        async with Client(server.address) as sdk:
+            found = await sdk.admin.consumers("default", with_positions=True)
             assert [info.name for info in found] == names
             assert all(len(info.positions) == 4 for info in found)
-    finally:
-        await server.stop()
 
 
 @pytest.mark.asyncio
@@ -319,23 +310,17 @@ async def test_a_consumer_that_nobody_uses_is_forgotten_after_a_time(
 async def test_a_consumer_that_cannot_be_removed_is_told_without_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = Server(ServerConfig(tmp_path / "data", "127.0.0.1:0", open_admin=True))
-    await server.start()
-
     def fail(_: object) -> None:
         raise lmdb.DiskError(f"{tmp_path}: No space left on device")
 
-    try:
+    async with connected(tmp_path) as (server, client):
         host = server._catalog.find("default")
         seqnos = np.zeros(1, np.uint64)
         host.bucket.consumer_positions.acknowledge("c", np.arange(1), seqnos, seqnos, 5)
         with monkeypatch.context() as failing:
             failing.setattr(host.disk.store, "put_consumers", fail)
-            async with RawClient(server.address) as client:
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await forget(client, "c")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await forget(client, "c")
         words = caught.value.details() or ""
         assert "No space left on device" in words
         assert str(tmp_path) not in words
-    finally:
-        await server.stop()

@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 
 from tests.harness import WAIT_SECONDS
-from tests.service.test_host import TURNS, Script, catalog, opening, rows, started
+from tests.service.bucket_state import started
+from tests.service.test_host import TURNS, Script, opening, rows
 from upr.service import key_value
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
@@ -19,8 +20,6 @@ from upr.service.overload.intake import Intake
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
-
-__all__ = ["catalog"]
 
 ONE = f"{1:016x}"
 REPLICATED = types.DURABILITY_REPLICATED_1
@@ -62,7 +61,7 @@ async def settled(world: World, numbered: int) -> None:
 
 @pytest_asyncio.fixture
 async def world(catalog: Catalog) -> AsyncIterator[World]:
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     host.bucket.copies.connected[ONE] += 1
     host.bucket.count(frozenset({ONE}), {ONE})
     world = World(host, KeyValueMethods(catalog, Intake()), [])

@@ -11,19 +11,17 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer, poll, wait_until
+from tests.harness import poll, wait_until
 from tests.raw import RawClient, start_at
 from tests.service.pages import ask, http_of
 from tests.service.test_access import Guarded
 from upr.cli.admin import main as admin
-from upr.config import ServerConfig
 from upr.service.access.rules import ANYONE
 from upr.service.admin import Process
 from upr.service.buckets.catalog import Catalog
 from upr.service.overload.callers import Turns
 from upr.service.sight import feed
 from upr.service.sight.web import Request
-from upr.storage.directory import DataDirectory
 from upr_client import AsyncClient, Client, Group
 from upr_protocol.errors import UprError
 from upr_protocol.limits import PAGE_CONSUMERS, PAGE_PROBLEMS, PARTITIONS
@@ -199,22 +197,11 @@ def test_explain_answers_as_the_command_does(server_process: StartServer) -> Non
         ("explain?bucket=default&partition=1&markers=" + "1," * 100, "markers are 100"),
     ],
 )
-def test_what_is_out_of_range_is_refused(target_http: str, query: str, words: str) -> None:
-    status, problem = refused(target_http, query)
+def test_what_is_out_of_range_is_refused(http_address: str, query: str, words: str) -> None:
+    status, problem = refused(http_address, query)
     assert (status, problem["reason"]) == (400, "INVALID_ARGUMENT")
     assert words in problem["message"]
     assert len(problem["message"]) < 300
-
-
-@pytest.fixture(scope="module")
-def target_http(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    server = RunningServer(tmp_path_factory.mktemp("feed"), *HTTP).start()
-    try:
-        yield http_of(server)
-        assert server.terminate() == 0
-        assert "Traceback" not in server.log_text()
-    finally:
-        server.close()
 
 
 def test_nothing_is_open_without_credentials_but_the_checks_and_the_files(
@@ -279,17 +266,15 @@ def test_a_token_of_one_bucket_sees_only_it(server_process: StartServer, tmp_pat
         assert told(address, "status", tokens[role])["problems"] == []
 
 
-def test_a_name_that_somebody_else_owns_reads_no_feed(target_http: str) -> None:
+def test_a_name_that_somebody_else_owns_reads_no_feed(http_address: str) -> None:
     for path in FEEDS:
-        assert ask(target_http, path, host="rebound.example").status == 403
+        assert ask(http_address, path, host="rebound.example").status == 403
 
 
 @pytest.mark.asyncio
 async def test_a_bucket_is_looked_at_once_for_all_who_watch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = DataDirectory(tmp_path / "data")
-    catalog = Catalog(directory, ServerConfig(tmp_path / "data"))
     try:
         process, turns = Process(1, lambda: 0, lambda: 0), Turns()
         pages = feed.Feed(catalog, process, lambda: True, None, turns).pages()
@@ -348,15 +333,12 @@ async def test_a_bucket_is_looked_at_once_for_all_who_watch(
         assert (await pages["/api/bucket"].make(request, ANYONE)).status == 404
     finally:
         await catalog.close()
-        directory.close()
 
 
 @pytest.mark.asyncio
 async def test_all_answers_have_their_share_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = DataDirectory(tmp_path / "data")
-    catalog = Catalog(directory, ServerConfig(tmp_path / "data"))
     try:
         process, turns, charged = Process(1, lambda: 0, lambda: 0), Turns(), list[float]()
         monkeypatch.setattr(turns, "charge", charged.append)
@@ -385,7 +367,6 @@ async def test_all_answers_have_their_share_together(
         assert set(rests) == {(0.25 * 9, True)}
     finally:
         await catalog.close()
-        directory.close()
 
 
 def test_problems_are_told_in_words(server_process: StartServer, tmp_path: Path) -> None:

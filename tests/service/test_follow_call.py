@@ -1,22 +1,19 @@
 """The Follow call with a scripted transport: what a consumer that does not read can do to the server."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from tests.harness import WAIT_SECONDS
-from upr.config import ServerConfig
 from upr.engine.streams import SHUTTING_DOWN
 from upr.service import follow as follow_module
 from upr.service.buckets.catalog import Catalog
 from upr.service.change_stream import ChangeStreamMethods
 from upr.service.overload.intake import Intake
-from upr.storage.directory import DataDirectory
 from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -67,11 +64,8 @@ class Transport:
 
 
 @pytest.fixture
-def methods(tmp_path: Path) -> Iterator[ChangeStreamMethods]:
-    directory = DataDirectory(tmp_path / "data")
-    catalog = Catalog(directory, ServerConfig(data=tmp_path / "data"))
-    yield ChangeStreamMethods(catalog, Intake(), 1, 5.0)
-    directory.close()
+def methods(catalog: Catalog) -> ChangeStreamMethods:
+    return ChangeStreamMethods(catalog, Intake(), 1, 5.0)
 
 
 def begin(methods: ChangeStreamMethods, transport: Any) -> asyncio.Task[None]:

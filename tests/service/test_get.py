@@ -3,7 +3,7 @@
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,9 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.raw import RawClient
-from tests.service.bucket_state import until
+from tests.raw import RawClient, error_of
+from tests.service.bucket_state import connected, until
 from tests.service.keys import some_keys
-from tests.service.test_beginnings import serving
 from tests.service.test_compression import damage, zstd_server
 from tests.service.test_merging import Writer
 from tests.storage.stored_blocks import block_of
@@ -27,7 +26,6 @@ from upr_protocol.errors import (
     BehindError,
     BucketGoneError,
     DataDamagedError,
-    UprError,
     WriteUndoneError,
 )
 from upr_protocol.failover import FailoverLog, WrittenSeqno
@@ -39,7 +37,6 @@ from upr_protocol.limits import (
     WAITING_GET_BYTES,
     WAITING_GETS_BYTES_MAX,
 )
-from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 
@@ -167,7 +164,7 @@ async def test_a_key_that_is_written_stored_and_merged_behind_the_search_is_foun
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = some_keys(P, 4)
-    async with serving(tmp_path) as (server, client):
+    async with connected(tmp_path) as (server, client):
         host = server._catalog.find("default")
         writer = await client.writer("")
         await host.compactor.turn.acquire()
@@ -213,7 +210,7 @@ async def test_a_flush_between_tail_and_store_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = some_keys(P, 3)
-    async with serving(tmp_path) as (server, client):
+    async with connected(tmp_path) as (server, client):
         host = server._catalog.find("default")
         writer = await client.writer("")
         await writer.write([(keys[0], b"stored")])
@@ -254,7 +251,7 @@ async def test_a_few_are_searched_for_at_a_time_and_too_many_are_refused(
         running -= 1
         return kv.GetResponse()
 
-    async with serving(tmp_path) as (server, client):
+    async with connected(tmp_path) as (server, client):
         monkeypatch.setattr(gets_module, "_get", slowly)
         asked = [asyncio.create_task(client.get(b"k")) for _ in range(GET_CALLS_MAX)]
         await until(lambda: server._writes._open_gets == GET_CALLS_MAX)
@@ -269,7 +266,7 @@ async def test_a_few_are_searched_for_at_a_time_and_too_many_are_refused(
 @pytest.mark.asyncio
 async def test_a_partition_that_is_dead_says_so(tmp_path: Path) -> None:
     dead, alive = some_keys(P, 1)[0], some_keys(9, 1)[0]
-    async with serving(tmp_path) as (server, client):
+    async with connected(tmp_path) as (server, client):
         writer = await client.writer("")
         await writer.write([(dead, b"v"), (alive, b"v")])
         host = server._catalog.find("default")
@@ -291,17 +288,11 @@ def wanted(seqno: int, failover_id: int, seconds: float = 30.0, any_server: bool
     )
 
 
-async def told(asking: Awaitable[Any]) -> UprError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asking
-    return error_from_call(caught.value)
-
-
 @pytest.mark.asyncio
 async def test_it_waits_for_a_write_and_whoever_gives_up_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path) as (server, client):
+    async with connected(tmp_path) as (server, client):
         host = server._catalog.find("default")
         table = host.bucket.partitions
         failover_id = int(table.newest_id[P])
@@ -309,7 +300,7 @@ async def test_it_waits_for_a_write_and_whoever_gives_up_leaves_nothing(
         await writer.write([(some_keys(P, 1)[0], b"1")])
         # As a replica, until the second write has come.
         table.state[P] = REPLICA
-        early = await told(client.kv.Get(wanted(2, failover_id, 0.01)))
+        early = await error_of(client.kv.Get(wanted(2, failover_id, 0.01)))
         assert (early.reason, early.retriable) == ("BEHIND", True)
         assert not host.disk._waiting
         waiting = asyncio.ensure_future(client.kv.Get(wanted(2, failover_id)))
@@ -325,12 +316,12 @@ async def test_it_waits_for_a_write_and_whoever_gives_up_leaves_nothing(
             for any_server in (False, True)
         ]
         for request in undone:
-            assert (await told(client.kv.Get(request))).reason == "WRITE_UNDONE"
+            assert (await error_of(client.kv.Get(request))).reason == "WRITE_UNDONE"
         # Unless another server may have become active without its knowledge.
         with monkeypatch.context() as patch:
             patch.setattr(server._catalog, "is_newest", lambda: False)
             for request in undone:
-                assert (await told(client.kv.Get(request))).reason == "BEHIND"
+                assert (await error_of(client.kv.Get(request))).reason == "BEHIND"
         for wrong in (
             wanted(0, failover_id),
             wanted(1, 0),
@@ -338,22 +329,22 @@ async def test_it_waits_for_a_write_and_whoever_gives_up_leaves_nothing(
             wanted(1, failover_id, AT_LEAST_SECONDS_MAX + 1),
             wanted(1, failover_id, math.nan),
         ):
-            assert (await told(client.kv.Get(wrong))).reason == "INVALID_ARGUMENT"
+            assert (await error_of(client.kv.Get(wrong))).reason == "INVALID_ARGUMENT"
         many = wanted(1, failover_id)
         many.at_least.extend(list(many.at_least) * AT_LEAST_MAX)
-        assert (await told(client.kv.Get(many))).reason == "INVALID_ARGUMENT"
+        assert (await error_of(client.kv.Get(many))).reason == "INVALID_ARGUMENT"
 
 
 @pytest.mark.asyncio
 async def test_gets_that_wait_are_bounded_and_keep_no_other_from_searching(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, client):
+    async with connected(tmp_path) as (server, client):
         host = server._catalog.find("default")
         request = wanted(1, int(host.bucket.partitions.newest_id[P]))
         host.bucket.partitions.state[P] = REPLICA
         count = WAITING_GETS_BYTES_MAX // (request.ByteSize() + WAITING_GET_BYTES)
         asked = [asyncio.ensure_future(client.kv.Get(request)) for _ in range(count)]
         await until(lambda: len(host.disk._waiting) == count)
-        assert (await told(client.kv.Get(request))).reason == "TOO_MANY"
+        assert (await error_of(client.kv.Get(request))).reason == "TOO_MANY"
         assert await client.get(b"k")
         host.bucket.partitions.state[P] = ACTIVE
         await (await client.writer("")).write([(some_keys(P, 1)[0], b"v")])
@@ -362,7 +353,7 @@ async def test_gets_that_wait_are_bounded_and_keep_no_other_from_searching(tmp_p
 
 @pytest.mark.asyncio
 async def test_a_change_of_role_ends_the_waiting(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, client):
+    async with connected(tmp_path) as (server, client):
         catalog = server._catalog
         host = catalog.find("default")
         failover_id = int(host.bucket.partitions.newest_id[P])
@@ -372,17 +363,17 @@ async def test_a_change_of_role_ends_the_waiting(tmp_path: Path) -> None:
         await until(lambda: len(host.disk._waiting) == 2)
         catalog.replica = True
         await host.step_down(fenced=False)
-        assert (await told(waiting[1])).reason == "PARTITION_NOT_ACTIVE"
+        assert (await error_of(waiting[1])).reason == "PARTITION_NOT_ACTIVE"
         assert not waiting[0].done()
         catalog.replica = False
         await host.activate(2, {P: 0})
         # It was promoted without the write.
-        assert (await told(waiting[0])).reason == "WRITE_UNDONE"
+        assert (await error_of(waiting[0])).reason == "WRITE_UNDONE"
 
 
 @pytest.mark.asyncio
 async def test_a_replica_says_of_no_bucket_that_it_is_gone(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, client):
+    async with connected(tmp_path) as (server, client):
         catalog = server._catalog
         host = catalog.find("default")
         request = wanted(5, int(host.bucket.partitions.newest_id[P]), any_server=True)
@@ -390,14 +381,14 @@ async def test_a_replica_says_of_no_bucket_that_it_is_gone(tmp_path: Path) -> No
         newer = kv.GetRequest()
         newer.CopyFrom(request)
         newer.bucket_version ^= 1
-        assert (await told(client.kv.Get(newer))).reason == "BUCKET_GONE"
+        assert (await error_of(client.kv.Get(newer))).reason == "BUCKET_GONE"
         catalog.replica, catalog.owner = True, "active:1"
         host.bucket.partitions.state[P] = REPLICA
         waiting = asyncio.ensure_future(client.kv.Get(request))
         await until(lambda: bool(host.disk._waiting))
         host.leave(BucketGoneError("opened anew", reason="HISTORY_CHANGED", retriable=True))
         for asking in (waiting, client.kv.Get(newer)):
-            error = await told(asking)
+            error = await error_of(asking)
             assert (error.reason, error.owner, error.retriable) == ("BEHIND", "active:1", True)
         opening = wire.Open(bucket="default", bucket_version=newer.bucket_version, any_server=True)
         with pytest.raises(BehindError):

@@ -9,14 +9,13 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, poll
-from tests.raw import RawClient, RawFollow, all_rows, start_at
+from tests.raw import RawClient, RawFollow, all_rows, error_of, start_at
 from tests.service.test_positions import (
     NAME,
     fill,
     info,
     load,
     position,
-    problem,
     reset,
     save,
     version_of,
@@ -199,11 +198,11 @@ async def test_what_an_open_may_not_say(target: str) -> None:
     }
     async with RawClient(target) as client:
         for words, options in wrong.items():
-            error = await problem(client.follow(**({"consumer": NAME} | options)))
+            error = await error_of(client.follow(**({"consumer": NAME} | options)))
             assert error.reason == "INVALID_ARGUMENT"
             assert words in error.message
         sole = await client.follow(consumer=NAME)
-        error = await problem(member(client, "a"))
+        error = await error_of(member(client, "a"))
         assert "names no member" in error.message
         assert error.hint
         messages: list[dict[str, Any]] = [
@@ -219,7 +218,7 @@ async def test_what_an_open_may_not_say(target: str) -> None:
         await sole.close()
         a = await member(client, "a")
         await assigned(a)
-        assert "is a group" in (await problem(client.follow(consumer=NAME))).message
+        assert "is a group" in (await error_of(client.follow(consumer=NAME))).message
         await a.send(release=wire.Release(partitions=range(PARTITIONS + 1)))
         assert "must be at most 1024" in (await a.until("ended")).ended.problem.message
 

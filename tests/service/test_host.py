@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.harness import WAIT_SECONDS
+from tests.service.bucket_state import started
 from tests.service.keys import some_keys
 from tests.storage.stored_blocks import numbers_of
 from upr.config import ServerConfig
@@ -21,7 +21,7 @@ from upr.service import key_value as writes_module
 from upr.service.buckets import bucket_service as bucket_service_module
 from upr.service.buckets import room as room_module
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.catalog import Catalog, create_bucket
+from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.disk import Worker
 from upr.service.key_value import KeyValueMethods
 from upr.service.overload.intake import Intake
@@ -50,23 +50,8 @@ TURNS = 1000
 """Turns of the loop after which everything that can go on without the disk has gone on."""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    directory = DataDirectory(tmp_path / "data")
-    yield create_bucket(directory, "default")
-    directory.close()
-
-
 def config(folder: Path, **settings: Any) -> ServerConfig:
     return ServerConfig(data=folder, **settings)
-
-
-async def started(host: BucketService) -> BucketService:
-    async def failed() -> None:
-        pass
-
-    host.start(failed)
-    return host
 
 
 def rows(*keys: bytes) -> Block:
@@ -83,7 +68,7 @@ async def test_a_damaged_producer_row_does_not_stop_flushing(folder: Path) -> No
     assert await host.producers.forget() == 1
     assert host.disk.store.producer_number(b"somebody") == 0
     assert host.disk.store.producer_rows(b"somebody") == {}
-    await started(host)
+    started(host)
     await host.write(rows(b"a"), b"", None, 0)
     assert not any(task.done() for task in host._tasks)
     assert await asyncio.wait_for(host.close(), WAIT_SECONDS)
@@ -136,7 +121,7 @@ async def test_what_no_retry_mends_fails_the_bucket_and_its_health(
 async def test_a_store_that_fails_at_shutdown_is_not_a_clean_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketService(folder, config(folder)))
+    host = started(BucketService(folder, config(folder)))
     written = await host.write(rows(b"a"), b"", None, 0)
     await host.durable(written.entry)
 
@@ -151,7 +136,7 @@ async def test_a_store_that_fails_at_shutdown_is_not_a_clean_one(
 async def test_a_write_given_up_while_the_proof_goes_leaves_a_clean_shutdown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketService(folder, config(folder)))
+    host = started(BucketService(folder, config(folder)))
     loop = asyncio.get_running_loop()
     cleared = asyncio.Event()
     clear = host._clear_proof_now
@@ -179,7 +164,7 @@ async def test_a_write_given_up_while_the_proof_goes_leaves_a_clean_shutdown(
 async def test_a_full_disk_refuses_also_when_the_tail_is_full(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketService(folder, config(folder, tail_bytes=1)))
+    host = started(BucketService(folder, config(folder, tail_bytes=1)))
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -239,13 +224,6 @@ def opening(producer: str) -> kv.WriteRequest:
     return kv.WriteRequest(open=kv.WriteOpen(bucket="default", producer=producer))
 
 
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    directory = DataDirectory(tmp_path / "data")
-    yield Catalog(directory, config(tmp_path / "data"))
-    directory.close()
-
-
 @pytest.mark.asyncio
 async def test_of_creations_of_one_name_at_once_one_wins(catalog: Catalog) -> None:
     outcomes = await asyncio.gather(
@@ -260,7 +238,7 @@ async def test_of_creations_of_one_name_at_once_one_wins(catalog: Catalog) -> No
 async def test_a_writer_gone_before_it_was_answered_gives_the_producer_back(
     catalog: Catalog,
 ) -> None:
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     context: Any = Script(opening("p"))
     context.broken = True
     with pytest.raises(asyncio.CancelledError):
@@ -279,7 +257,7 @@ async def test_a_writer_that_came_while_the_server_stops_is_told_so(
         raise error
 
     monkeypatch.setattr(writes_module, "abort", abort)
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     context: Any = Script(opening("p"))
     methods = KeyValueMethods(catalog, Intake())
     methods.shut_down()
@@ -294,7 +272,7 @@ async def test_a_writer_that_came_while_the_server_stops_is_told_so(
 async def test_nothing_overtakes_a_write_that_was_refused_as_a_whole(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     key, other = some_keys(3, 2)
     context: Any = Script(opening("p"))
     call = asyncio.create_task(KeyValueMethods(catalog, Intake()).Write(None, context))
@@ -347,31 +325,10 @@ def test_a_start_cut_short_does_not_spoil_the_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_after_a_failed_fsync_no_proof_is_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = await started(BucketService(folder, config(folder)))
-    written = await host.write(rows(b"a"), b"", None, 0)
-    await host.durable(written.entry)
-
-    def failed(*_: Any) -> None:
-        raise StorageFailedError("fsync failed")
-
-    monkeypatch.setattr(host.disk.journal, "append", failed)
-    written = await host.write(rows(b"a"), b"", None, 0)
-    with pytest.raises(StorageFailedError):
-        await host.durable(written.entry)
-    proofs: list[int] = []
-    monkeypatch.setattr(host.disk.store, "write_proof", lambda _: proofs.append(1))
-    assert not await host.close()
-    assert not proofs
-
-
-@pytest.mark.asyncio
 async def test_writes_wait_when_the_tail_holds_twice_its_size(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketService(folder, config(folder, tail_bytes=1000)))
+    host = started(BucketService(folder, config(folder, tail_bytes=1000)))
     held = threading.Event()
     put = host.disk.store.put_flush
 
@@ -397,7 +354,7 @@ async def test_writes_wait_when_the_tail_holds_twice_its_size(
 async def test_nothing_is_numbered_while_the_proof_is_on_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketService(folder, config(folder)))
+    host = started(BucketService(folder, config(folder)))
     number, proofs = host.bucket.write, []
 
     def look(*args: Any) -> Any:
@@ -416,7 +373,7 @@ async def test_nothing_is_numbered_while_the_proof_is_on_disk(
 async def test_answers_wait_for_the_disk_in_order(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     held = threading.Event()
     append = host.disk.journal.append
 
@@ -456,7 +413,7 @@ async def test_answers_wait_for_the_disk_in_order(
 async def test_an_answer_that_is_not_due_is_not_told_with_one_that_is(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     entered, held = threading.Semaphore(0), threading.Semaphore(0)
     append = host.disk.journal.append
 
@@ -493,7 +450,7 @@ async def test_an_answer_that_is_not_due_is_not_told_with_one_that_is(
 async def test_the_answer_to_a_repeated_write_waits_for_the_disk_too(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     held = threading.Event()
     append = host.disk.journal.append
 
@@ -547,7 +504,7 @@ async def test_what_recovery_decided_is_stored_before_anything_is_served(folder:
 async def test_a_disk_that_is_full_at_the_first_write_refuses_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketService(folder, config(folder)))
+    host = started(BucketService(folder, config(folder)))
     clear = host.disk.store.clear_proof
 
     def full() -> None:
@@ -575,7 +532,7 @@ async def test_producers_that_cannot_be_forgotten_do_not_end_flushing(
         raise lmdb.MapFullError("mdb_put: MDB_MAP_FULL")
 
     monkeypatch.setattr(host.disk.store, "forget_producers", full)
-    await started(host)
+    started(host)
     await asyncio.wait_for(asked.wait(), WAIT_SECONDS)
     await host.durable((await host.write(rows(b"a"), b"", None, 0)).entry)
     host.flusher.wanted.set()
@@ -600,7 +557,7 @@ async def test_what_was_numbered_and_not_stored_leaves_no_proof(folder: Path) ->
 
 @pytest.mark.asyncio
 async def test_a_bucket_that_failed_leaves_no_proof_though_all_is_stored(folder: Path) -> None:
-    host = await started(BucketService(folder, config(folder)))
+    host = started(BucketService(folder, config(folder)))
     written = await host.write(rows(b"a"), b"", None, 0)
     await host.durable(written.entry)
     assert await host.flush()
@@ -615,7 +572,7 @@ async def test_a_bucket_that_failed_leaves_no_proof_though_all_is_stored(folder:
 async def test_a_cut_is_held_until_no_restart_can_bring_it_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(BucketService(folder, config(folder)))
+    host = started(BucketService(folder, config(folder)))
     await host.durable((await host.write(rows(b"a"), b"", None, 0)).entry)
     partition = int(np.flatnonzero(host.bucket.partitions.high)[0])
     await host.cuts.create("c", [partition], 10**9)
@@ -643,7 +600,7 @@ async def test_a_cut_is_held_until_no_restart_can_bring_it_back(
 @pytest.mark.parametrize("ending", ["shed", "shut_down", "cancelled"])
 async def test_a_call_that_ends_leaves_its_read_to_grpc(catalog: Catalog, ending: str) -> None:
     """A read that is cancelled never frees the message that had come for it."""
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     methods = KeyValueMethods(catalog, Intake())
     context: Any = Script(opening(""))
     call = asyncio.create_task(methods.Write(None, context))
@@ -685,7 +642,7 @@ async def test_large_writes_take_turns_and_smaller_ones_do_while_the_loop_is_lat
     catalog: Catalog,
 ) -> None:
     """Else four writers of large values leave those who write a row each a few of their writes a second."""
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     methods = KeyValueMethods(catalog, Intake())
     turns: Any = CountedTurns()
     methods.bulk = turns
@@ -735,7 +692,7 @@ async def test_a_large_write_waits_for_its_turn_before_it_is_numbered_and_few_ma
     catalog: Catalog,
 ) -> None:
     """Else each of sixty new calls has its first large write sent to all followers at once."""
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     methods = KeyValueMethods(catalog, Intake())
     turns: Any = HeldTurns()
     methods.bulk = turns
@@ -823,7 +780,7 @@ async def test_of_two_threads_of_a_worker_one_goes_on_while_the_other_is_held_up
 async def test_a_server_that_was_fenced_acknowledges_again_once_it_is_promoted(
     folder: Path,
 ) -> None:
-    host = await started(BucketService(folder, config(folder)))
+    host = started(BucketService(folder, config(folder)))
     await host.step_down(fenced=True)
     await host.activate(2, {})
     written = await host.write(rows(b"a"), b"", None, 0)
@@ -833,7 +790,7 @@ async def test_a_server_that_was_fenced_acknowledges_again_once_it_is_promoted(
 
 @pytest.mark.asyncio
 async def test_what_is_active_numbers_in_its_own_epoch_until_it_steps_down(folder: Path) -> None:
-    host = await started(BucketService(folder, config(folder)))
+    host = started(BucketService(folder, config(folder)))
     table = host.bucket.partitions
     host.promised = lambda: 5
     host.raise_epoch()
@@ -850,7 +807,7 @@ async def test_what_is_active_numbers_in_its_own_epoch_until_it_steps_down(folde
 
 @pytest.mark.asyncio
 async def test_an_active_partition_takes_over_no_log(folder: Path) -> None:
-    host = await started(BucketService(folder, config(folder)))
+    host = started(BucketService(folder, config(folder)))
     table = host.bucket.partitions
     before = table.logs[3]
     with pytest.raises(UprError, match="active or dead"):

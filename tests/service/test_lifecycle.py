@@ -39,6 +39,7 @@ def refused(folder: Path, *options: str, status: int = 2) -> str:
         server.close()
     lines = server.log_text().strip().splitlines()
     assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
     return lines[0]
 
 
@@ -78,7 +79,9 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("not a directory")
-    assert "cannot be used" in refused(tmp_path)
+    line = refused(tmp_path)
+    assert f"{tmp_path / 'data'}" in line
+    assert "cannot be used" in line
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import lmdb
 import pytest
 
 from tests.raw import RawClient, seqnos_of, start_at
-from tests.service.test_room import serving
+from tests.service.bucket_state import serving
 from upr.config import ServerConfig
 from upr.storage import store as store_module
 from upr.storage.lmdb_file import MAP_BYTES, MAP_BYTES_USUAL, map_bytes
@@ -78,7 +78,7 @@ async def test_a_full_map_refuses_writes_before_numbering_and_a_restart_makes_ro
     config = ServerConfig(tmp_path / "data", "127.0.0.1:0", tail_bytes=2**20)
     written: dict[bytes, bytes] = {}
     refusal = None
-    async with serving(config) as target, RawClient(target) as client:
+    async with serving(config) as server, RawClient(server.address) as client:
         writer = await client.writer("p")
         for number in range(1, 400):
             rows = [(b"%d-%d" % (number, i), os.urandom(1000)) for i in range(100)]
@@ -96,7 +96,7 @@ async def test_a_full_map_refuses_writes_before_numbering_and_a_restart_makes_ro
         assert len(written) > 2000
     assert "MAP_FULL" not in caplog.text
     size = 4 * TINY
-    async with serving(config) as target, RawClient(target) as client:
+    async with serving(config) as server, RawClient(server.address) as client:
         writer = await client.writer("p")
         assert len(seqnos_of(await writer.write(rows, number=number))) > 1
         follow = await client.follow()
@@ -120,7 +120,7 @@ async def test_a_map_that_is_found_full_all_the_same_is_no_room_too(
         put(self, *what)
 
     monkeypatch.setattr(Store, "put_flush", put_flush)
-    async with serving(config) as target, RawClient(target) as client:
+    async with serving(config) as server, RawClient(server.address) as client:
         writer = await client.writer("")
         rows = [(b"%d" % i, b"v" * 500) for i in range(50)]
         for _ in range(50):

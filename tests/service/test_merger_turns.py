@@ -8,18 +8,15 @@ import pytest
 from upr.config import ServerConfig
 from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.catalog import create_bucket
 from upr.service.buckets.compactor import LOOK_PARTITIONS
-from upr.storage.directory import DataDirectory
 from upr_protocol.limits import PARTITIONS
 
 
 @pytest.mark.asyncio
 async def test_those_that_wait_longest_are_looked_at_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = DataDirectory(tmp_path / "data")
-    host = BucketService(create_bucket(directory, "default"), ServerConfig(tmp_path / "data"))
+    host = BucketService(folder, ServerConfig(folder))
     compactor = host.compactor
     looked: list[int] = []
 
@@ -37,4 +34,3 @@ async def test_those_that_wait_longest_are_looked_at_first(
     assert len(looked) == PARTITIONS
     assert sorted(looked) == list(range(PARTITIONS))
     assert await host.close()
-    directory.close()

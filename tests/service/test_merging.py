@@ -13,11 +13,10 @@ from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer
 from tests.model import ModelPartition, Row, State, apply, partition_of
 from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
+from tests.service.bucket_state import started
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.catalog import create_bucket
-from upr.storage.directory import DataDirectory
 from upr_protocol.block import Block, build_block
 from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
@@ -239,16 +238,10 @@ async def write_and_flush(host: BucketService, keys: list[bytes]) -> None:
 
 @pytest.mark.asyncio
 async def test_a_cut_made_while_ranges_are_chosen_is_not_crossed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = DataDirectory(tmp_path / "data")
-    host = BucketService(create_bucket(directory, "default"), ServerConfig(data=tmp_path))
+    host = started(BucketService(folder, ServerConfig(data=folder)))
     compactor, partition = host.compactor, 9
-
-    async def failed() -> None:
-        pass
-
-    host.start(failed)
     async with compactor.turn:
         look = compactor._look
         # It was asked what is pinned before the cut was made.
@@ -264,7 +257,6 @@ async def test_a_cut_made_while_ranges_are_chosen_is_not_crossed(
         await compactor._merge([partition])
         assert [head.end for head in host.disk.store.heads(partition)] == [6]
     assert await host.close()
-    directory.close()
 
 
 async def write_until_killed(server: RunningServer, writer: Writer) -> None:

@@ -1,25 +1,23 @@
 """/metrics and /readyz of real servers, against what was done to them."""
 
 import asyncio
-import contextlib
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.conftest import StartServer
 from tests.harness import poll
 from tests.raw import RawClient, start_at
 from tests.service.keys import some_keys
 from tests.service.pages import Said, ask, http_of, numbers
-from upr.config import ServerConfig
 from upr.service.admin import Process
 from upr.service.buckets.catalog import Catalog
 from upr.service.overload.callers import Turns
 from upr.service.sight.counting import OTHER, REASONS_MAX, count_reason
 from upr.service.sight.metrics import STATES, Metrics
-from upr.storage.directory import DataDirectory
 from upr_client import AsyncClient
 from upr_protocol.limits import METRICS_CONSUMERS
 
@@ -181,51 +179,44 @@ def test_reasons_have_a_bound() -> None:
     assert (counter[OTHER], counter["REASON_0"]) == (REASONS_MAX, 2)
 
 
-@contextlib.asynccontextmanager
-async def some_metrics(folder: Path) -> Any:
-    directory = DataDirectory(folder / "data")
-    catalog = Catalog(directory, ServerConfig(folder / "data"))
-    try:
-        yield Metrics(catalog, Process(1, lambda: 0, lambda: 0), lambda: True, Turns())
-    finally:
-        await catalog.close()
-        directory.close()
+@pytest_asyncio.fixture
+async def metrics(catalog: Catalog) -> AsyncIterator[Metrics]:
+    yield Metrics(catalog, Process(1, lambda: 0, lambda: 0), lambda: True, Turns())
+    await catalog.close()
 
 
 @pytest.mark.asyncio
-async def test_those_who_ask_at_once_share_a_page(tmp_path: Path) -> None:
-    async with some_metrics(tmp_path) as metrics:
-        pages = await asyncio.gather(*(metrics.page() for _ in range(10)))
-        assert len({id(page) for page in pages}) == 1
-        # Who leaves takes the page from nobody.
-        leaving, staying = (asyncio.create_task(metrics.page()) for _ in range(2))
-        await asyncio.sleep(0)
-        leaving.cancel()
-        assert await staying != pages[0]
+async def test_those_who_ask_at_once_share_a_page(metrics: Metrics) -> None:
+    pages = await asyncio.gather(*(metrics.page() for _ in range(10)))
+    assert len({id(page) for page in pages}) == 1
+    # Who leaves takes the page from nobody.
+    leaving, staying = (asyncio.create_task(metrics.page()) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert await staying != pages[0]
 
 
 @pytest.mark.asyncio
 async def test_pages_leave_the_loop_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with some_metrics(tmp_path) as metrics:
-        waited: list[float] = []
-        monkeypatch.setattr(metrics._shared._turns, "charge", waited.append)
-        await metrics.page()
-        assert waited == [pytest.approx(metrics._shared.spent * 9)]
-        turns = 0
+    waited: list[float] = []
+    monkeypatch.setattr(metrics._shared._turns, "charge", waited.append)
+    await metrics.page()
+    assert waited == [pytest.approx(metrics._shared.spent * 9)]
+    turns = 0
 
-        async def count() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
 
-        counting = asyncio.create_task(count())
-        await metrics.page()
-        counting.cancel()
-        # At least one behind the server, each bucket, its followers, its consumers, and all of them.
-        assert turns > 4
+    counting = asyncio.create_task(count())
+    await metrics.page()
+    counting.cancel()
+    # At least one behind the server, each bucket, its followers, its consumers, and all of them.
+    assert turns > 4
 
 
 @pytest.mark.asyncio

@@ -32,11 +32,6 @@ STRETCH = 3
 """A partition that receives parts of a stretch, as a replica will."""
 
 
-@pytest.fixture
-def closed(tmp_path: Path) -> Closed:
-    return Closed(tmp_path / "data")
-
-
 def opened(closed: Closed) -> BucketService:
     host = BucketService(closed.bucket, ServerConfig(data=closed.path))
 
@@ -54,14 +49,6 @@ async def receive(host: BucketService, *blocks: Block) -> None:
         host.bucket.partitions.received(block.runs)
     host._work.set()
     await asyncio.wait_for(host.durable(number), WAIT_SECONDS)
-
-
-def row_of(closed: Closed, partition: int) -> PartitionRow:
-    store = closed.store()
-    row = store.partitions()[partition]
-    store.close()
-    assert isinstance(row, PartitionRow)
-    return row
 
 
 @pytest.mark.asyncio
@@ -90,8 +77,8 @@ async def test_every_field_survives_a_flush_and_a_restart(closed: Closed) -> Non
     host = opened(closed)
     await host.write(build_block([KEY], [b"v"]), b"", None, 0)
     assert await host.close()
-    assert row_of(closed, P) == replace(told, stored_high=4, complete=4, horizon=4)
-    assert row_of(closed, STRETCH) == resting
+    assert closed.row(P) == replace(told, stored_high=4, complete=4, horizon=4)
+    assert closed.row(STRETCH) == resting
     host = opened(closed)
     table = host.bucket.partitions
     assert table.logs[P] == log
@@ -110,7 +97,7 @@ def test_a_flush_leaves_what_a_promotion_stored_meanwhile(closed: Closed) -> Non
     store.put_flush([], {P: (3, 2, 5)}, {})
     store.close()
     row = replace(row, state=ACTIVE, epoch=7, purge_seqno=1, log=log, served_epoch=7)
-    assert row_of(closed, P) == replace(row, stored_high=3, complete=2, horizon=5)
+    assert closed.row(P) == replace(row, stored_high=3, complete=2, horizon=5)
 
 
 @pytest.mark.asyncio
@@ -127,7 +114,7 @@ async def test_a_flush_within_a_stretch_stores_the_true_marker(closed: Closed) -
     for block, complete in zip(blocks, (2, 2, 2, 9), strict=True):
         await receive(host, block)
         assert await host.close()
-        row, horizon = row_of(closed, STRETCH), int(block.runs["horizon"][0])
+        row, horizon = closed.row(STRETCH), int(block.runs["horizon"][0])
         end = int(block.runs["end_seqno"][0])
         assert (row.stored_high, row.complete, row.horizon) == (end, complete, horizon)
         host = opened(closed)
@@ -226,7 +213,7 @@ async def test_an_unclean_start_within_a_stored_stretch_goes_on_at_its_marker(
     written = await host.write(build_block([KEY], [b"v"]), b"", None, 0)
     assert (written.runs["start_seqno"][0], written.runs["end_seqno"][0]) == (3, 4)
     assert await host.close()
-    row = row_of(closed, P)
+    row = closed.row(P)
     assert [record.seqno for record in row.log] == [0, 3]
     assert [record.epoch for record in row.log] == [1, 1]
     assert (row.stored_high, row.complete, row.horizon) == (4, 4, 4)

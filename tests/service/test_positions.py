@@ -15,15 +15,13 @@ from google.protobuf.message import DecodeError
 
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, poll
-from tests.raw import RawClient, start_at
+from tests.raw import RawClient, error_of, start_at
 from tests.service.keys import some_keys
 from tests.storage.stored_blocks import consumers_of, store_of
 from upr.storage import keyspace
 from upr.storage.check.contents import Finding, check_consumers
 from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow
 from upr.storage.undone import forget_future
-from upr_protocol.errors import UprError
-from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -105,12 +103,6 @@ async def is_saving(client: RawClient) -> bool:
 async def own(client: RawClient, consumer: str = NAME) -> int:
     """Become the owner, and return the generation."""
     return (await client.follow(consumer=consumer)).opened.generation
-
-
-async def problem(call: Any) -> UprError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return error_from_call(caught.value)
 
 
 async def info(client: RawClient, consumer: str = NAME) -> admin.ConsumerInfo:
@@ -201,14 +193,14 @@ async def test_a_former_owner_is_fenced_and_stores_nothing(target: str) -> None:
         newer = await own(client)
         assert newer > generation
         for wrong in (generation, newer + 1, 0):
-            error = await problem(save(client, wrong, position(9)))
+            error = await error_of(save(client, wrong, position(9)))
             assert (error.reason, error.retriable) == ("FENCED", False)
             assert "load the positions" in error.hint
         assert (await load(client))[PARTITION].seqno == 3
         # Also lower: the newest word of the owner counts.
         assert await save(client, newer, position(2)) == []
         assert (await load(client))[PARTITION].seqno == 2
-        assert (await problem(save(client, newer, position(1), consumer="x"))).reason == "FENCED"
+        assert (await error_of(save(client, newer, position(1), consumer="x"))).reason == "FENCED"
 
 
 @pytest.mark.asyncio
@@ -225,7 +217,7 @@ async def test_an_owner_whose_call_is_gone_may_save_until_the_server_starts_anew
     assert server.terminate() == 0
     server.start()
     async with RawClient(server.target) as client:
-        assert (await problem(save(client, generation, position(4)))).reason == "FENCED"
+        assert (await error_of(save(client, generation, position(4)))).reason == "FENCED"
         newer = await own(client)
         assert newer > generation
         assert await save(client, newer, position(4)) == []
@@ -238,7 +230,7 @@ async def test_a_position_above_the_high_seqno_is_refused_by_name(
     async with RawClient(target) as client:
         await fill(client, 10)
         generation = await own(client)
-        error = await problem(save(client, generation, position(0, partition=3), position(11)))
+        error = await error_of(save(client, generation, position(0, partition=3), position(11)))
         assert error.reason == "INVALID_ARGUMENT"
         assert "partition 9 is at seqno 11; must be at most its high seqno 10" in error.message
         assert await load(client) == {}
@@ -273,7 +265,7 @@ async def test_positions_out_of_range_are_refused_and_nothing_is_stored(
         await fill(client, 10)
         generation = await own(client)
         for words, positions in wrong.items():
-            error = await problem(save(client, generation, position(1, partition=3), *positions))
+            error = await error_of(save(client, generation, position(1, partition=3), *positions))
             assert error.reason == "INVALID_ARGUMENT"
             assert words in error.message
         assert await load(client) == {}
@@ -369,7 +361,7 @@ async def test_a_damaged_position_is_an_error_with_a_remedy(server_process: Star
     damage(server, [PARTITION])
     server.start()
     async with RawClient(server.target) as client:
-        error = await problem(load(client))
+        error = await error_of(load(client))
         assert (error.reason, error.retriable) == ("POSITION_DAMAGED", False)
         assert "(9)" in error.message
         assert "upr-admin consumers reset" in error.hint
@@ -398,7 +390,7 @@ async def test_a_reset_to_the_beginning_removes_positions_and_fences_their_owner
         assert message.ended.problem.reason == "POSITIONS_RESET"
         assert message.ended.problem.retriable
         assert list(await load(client)) == [3]
-        assert (await problem(save(client, generation, position(7)))).reason == "FENCED"
+        assert (await error_of(save(client, generation, position(7)))).reason == "FENCED"
         assert (await info(client)).generation > generation
         newer = await own(client)
         assert await save(client, newer, position(7)) == []
@@ -414,7 +406,7 @@ async def test_a_reset_to_the_beginning_removes_positions_and_fences_their_owner
 async def test_a_reset_of_an_unknown_name_changes_nothing(target: str) -> None:
     async with RawClient(target) as client:
         for to in ({"to_now": True}, {"to_beginning": True}, {"to_time": 1}):
-            error = await problem(reset(client, create=False, **to))
+            error = await error_of(reset(client, create=False, **to))
             assert (error.reason, error.retriable) == ("CONSUMER_NOT_FOUND", False)
         assert await load(client) == {}
         # One that follows is known, although nothing was acknowledged or saved yet.
@@ -510,7 +502,7 @@ async def test_a_reset_to_a_time_lies_right_below_the_first_mutation_since(
         assert await reset(client, to_time=1, partitions=[PARTITION]) == {PARTITION: 0}
         late = await reset(client, to_time=2**60, partitions=[PARTITION])
         assert late == {PARTITION: 7}
-        error = await problem(reset(client))
+        error = await error_of(reset(client))
         assert error.reason == "INVALID_ARGUMENT"
 
 

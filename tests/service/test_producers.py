@@ -10,11 +10,10 @@ import pytest
 import pytest_asyncio
 
 from tests.harness import WAIT_SECONDS
+from tests.service.bucket_state import started
 from tests.storage.stored_blocks import numbers_of
 from upr.config import ServerConfig
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.catalog import create_bucket
-from upr.storage.directory import DataDirectory
 from upr.storage.keyspace import PRODUCER_GRAIN, ProducerNumbers, ProducerRow
 from upr.storage.store import FORGET_ROWS, Store
 from upr_protocol.block import Block, build_block
@@ -27,17 +26,10 @@ DAY = PRODUCER_SECONDS * 1_000_000
 
 
 @pytest_asyncio.fixture
-async def host(tmp_path: Path) -> AsyncIterator[BucketService]:
-    async def failed() -> None:
-        pass
-
-    directory = DataDirectory(tmp_path / "data")
-    folder = create_bucket(directory, "default")
-    host = BucketService(folder, ServerConfig(data=folder))
-    host.start(failed)
+async def host(folder: Path) -> AsyncIterator[BucketService]:
+    host = started(BucketService(folder, ServerConfig(data=folder)))
     yield host
     await host.close()
-    directory.close()
 
 
 def row(key: bytes) -> Block:
@@ -314,11 +306,7 @@ async def test_a_first_write_waits_for_one_transaction_of_forgetting_at_most(
 
 
 @pytest.mark.asyncio
-async def test_ten_thousand_names_are_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = DataDirectory(tmp_path / "data")
-    folder = create_bucket(directory, "default")
+async def test_ten_thousand_names_are_remembered(folder: Path) -> None:
     host = BucketService(folder, ServerConfig(data=folder))
     now = host.disk.clock.now()
     for begin in range(0, PRODUCERS_MAX + 500, 500):
@@ -334,4 +322,3 @@ async def test_ten_thousand_names_are_remembered(
     assert call.producer.last_number == 1
     host.bucket.close_producer(call)
     await host.close()
-    directory.close()

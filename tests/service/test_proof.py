@@ -149,11 +149,6 @@ def test_a_proof_is_met_when_a_flush_under_it_has_emptied_the_journal(
     asyncio.run(same())
 
 
-@pytest.fixture
-def closed(tmp_path: Path) -> Closed:
-    return Closed(tmp_path / "data")
-
-
 def opened(closed: Closed) -> BucketService:
     return BucketService(closed.bucket, ServerConfig(data=closed.path))
 

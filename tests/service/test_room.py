@@ -1,18 +1,17 @@
 """Room on the disk and in the tail: checked before a mutation is numbered."""
 
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.raw import RawClient, seqnos_of, start_at
+from tests.service.bucket_state import serving
 from upr.config import ServerConfig
 from upr.engine.tail import Tail
 from upr.service.buckets import room as room_module
 from upr.service.buckets.room import WaitingRoom
-from upr.service.server import Server
 from upr_protocol.errors import TooManyError
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
@@ -37,17 +36,6 @@ def test_writes_that_wait_are_bounded_in_bytes_and_small_ones_have_a_room_of_the
     assert (room.large, room.small) == (0, 0)
 
 
-@asynccontextmanager
-async def serving(config: ServerConfig) -> AsyncIterator[str]:
-    """A server in this process, so that what it sees of the disk can be changed."""
-    server = Server(config)
-    await server.start()
-    try:
-        yield server.address
-    finally:
-        await server.stop()
-
-
 @pytest.mark.asyncio
 async def test_a_full_disk_refuses_writes_before_numbering_and_resumes_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,7 +44,7 @@ async def test_a_full_disk_refuses_writes_before_numbering_and_resumes_by_itself
     monkeypatch.setattr(room_module, "free_bytes", lambda path: room)
     monkeypatch.setattr(room_module, "LOOK_SECONDS", 0)
     config = ServerConfig(tmp_path / "data", "127.0.0.1:0")
-    async with serving(config) as target, RawClient(target) as client:
+    async with serving(config) as server, RawClient(server.address) as client:
         writer = await client.writer("p")
         await writer.write([(b"a", b"1")], number=1)
         follow = await client.follow()
@@ -83,11 +71,9 @@ async def test_a_full_disk_refuses_writes_before_numbering_and_resumes_by_itself
 async def test_the_tail_stays_bounded_under_writes(tmp_path: Path) -> None:
     limit = 200_000
     config = ServerConfig(tmp_path / "data", "127.0.0.1:0", tail_bytes=limit)
-    server = Server(config)
-    await server.start()
-    (bucket_host,) = server._catalog.hosts
     largest = 0
-    async with RawClient(server.address) as client:
+    async with serving(config) as server, RawClient(server.address) as client:
+        (bucket_host,) = server._catalog.hosts
         writer = await client.writer("")
         for i in range(60):
             await writer.write([(b"key %d" % (i * 100 + j), b"v" * 200) for j in range(100)])
@@ -98,8 +84,7 @@ async def test_the_tail_stays_bounded_under_writes(tmp_path: Path) -> None:
         blocks, _ = await follow.blocks_until_ended(1024)
         assert sum(block.rows for block in blocks) == 6000
         await follow.close()
-    assert bucket_host.bucket.tail.first > 0, "nothing was flushed"
-    await server.stop()
+        assert bucket_host.bucket.tail.first > 0, "nothing was flushed"
 
 
 def test_the_reserve_is_what_storing_the_tails_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +130,7 @@ async def test_who_finds_no_room_waits_for_the_tail_to_be_stored(
     room = 10**9
     monkeypatch.setattr(room_module, "free_bytes", lambda path: room)
     config = ServerConfig(tmp_path / "data", "127.0.0.1:0")
-    async with serving(config) as target, RawClient(target) as client:
+    async with serving(config) as server, RawClient(server.address) as client:
         writer = await client.writer("")
         await writer.write([(b"a", b"v" * 300_000)])
         # With the tail as it is nothing fits; once it is stored there is room for as much again.

@@ -17,6 +17,7 @@ from upr_protocol.limits import WRITE_ROWS_BYTES_MAX, WRITE_ROWS_MAX
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -37,25 +38,27 @@ async def write(
 
 
 @pytest.mark.asyncio
-async def test_rows_become_what_their_block_would_be(server_process: StartServer) -> None:
+async def test_rows_become_what_their_block_would_be(target: str) -> None:
     keys = [b"a", b"b", b"a", b"\0\xff", b"c"]
     values = [b"1", None, b"2", b"", b"v" * 300]
     results = []
     shown = []
-    for plain in (False, True):
-        async with RawClient(server_process().target) as client:
-            writer = await client.writer("")
-            if plain:
+    async with RawClient(target) as client:
+        await client.admin.CreateBucket(admin.CreateBucketRequest(name="plain"))
+        for bucket in ("default", "plain"):
+            writer = await client.writer("", bucket=bucket)
+            if bucket == "plain":
                 result = await write(writer, *map(row, keys, values))
             else:
                 await writer.send_block(block_to_message(build_block(keys, values)), number=0)
                 result = await writer.result()
             results.append(seqnos_of(result))
-            follow = await client.follow()
-            await follow.start(*(start_at(p, until_now=True) for p in results[0]))
-            blocks, _ = await follow.blocks_until_ended(len(results[0]))
+            follow = await client.follow(bucket=bucket)
+            await follow.start(*(start_at(p, until_now=True) for p in results[-1]))
+            blocks, _ = await follow.blocks_until_ended(len(results[-1]))
             shown.append(sorted(all_rows(blocks)))
-            assert [answer.value for answer in await client.get(b"a", b"c")] == [b"2", b"v" * 300]
+            answers = await client.get(b"a", b"c", bucket=bucket)
+            assert [answer.value for answer in answers] == [b"2", b"v" * 300]
     assert results[0] == results[1]
     assert shown[0] == shown[1]
     assert len(shown[0]) == len(keys)

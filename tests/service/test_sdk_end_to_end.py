@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.model import ModelBucket, State
+from tests.service.test_cuts import Rows, batch
 from upr_client import (
     AsyncClient,
     Change,
@@ -24,9 +25,6 @@ from upr_client import (
     Only,
     Rollback,
 )
-
-KEYS = 4000
-Rows = list[tuple[bytes, bytes | None]]
 
 
 class Truth:
@@ -41,18 +39,8 @@ class Truth:
 
     def batch(self) -> Rows:
         """Draw rows, and write them into the model."""
-        rng = self.rng
-        rows: Rows = [
-            (
-                b"key %d" % rng.randrange(KEYS),
-                None if rng.random() < 0.2 else b"%d" % rng.getrandbits(40),
-            )
-            for _ in range(rng.randint(1, 400))
-        ]
         with self.lock:
-            for key, value in rows:
-                self.model.write(key, value)
-        return rows
+            return batch(self.rng, self.model, self.rng.randint(1, 400))
 
     def take(self, event: Change | Marker | Rollback) -> None:
         """Apply a change; compare at a marker."""

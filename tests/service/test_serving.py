@@ -1,30 +1,21 @@
 """What an owner does while it does not know whether another server is the active one."""
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import WAIT_SECONDS
-from tests.service.test_host import TURNS, Script, config, opening, rows, started
+from tests.service.bucket_state import started
+from tests.service.test_host import TURNS, Script, opening, rows
 from upr.service import key_value
 from upr.service.buckets import serving
 from upr.service.buckets.catalog import Catalog
 from upr.service.key_value import KeyValueMethods
 from upr.service.overload.intake import Intake
-from upr.storage.directory import DataDirectory
 from upr_protocol.block import Block
 from upr_protocol.errors import PartitionNotActiveError, StorageFailedError, UnknownOutcomeError
 from upr_protocol.wire.v1 import types_pb2 as types
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    directory = DataDirectory(tmp_path / "data")
-    yield Catalog(directory, config(tmp_path / "data"))
-    directory.close()
 
 
 @pytest.mark.asyncio
@@ -32,7 +23,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 async def test_a_write_is_neither_numbered_nor_answered_while_another_may_serve(
     catalog: Catalog, durability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     may, high = True, host.bucket.partitions.high
     catalog.may_serve = lambda: may
     context: Any = Script(opening("p"))
@@ -81,7 +72,7 @@ async def test_an_answer_is_not_handed_over_once_another_may_serve(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process stood still after it had looked, and while it made the answer."""
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     made, may = asyncio.Event(), True
     catalog.may_serve = lambda: may
     context: Any = Script(opening("p"))
@@ -117,7 +108,7 @@ async def test_what_lasts_is_refused_and_what_was_numbered_is_unknown_after_a_st
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "WAIT_SECONDS", 0.05)
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     written = await host.write(rows(b"a"), b"", None, 0)
     catalog.may_serve = lambda: False
     with pytest.raises(PartitionNotActiveError):
@@ -140,7 +131,7 @@ async def test_what_lasts_is_refused_and_what_was_numbered_is_unknown_after_a_st
 
 @pytest.mark.asyncio
 async def test_a_repetition_is_not_answered_by_one_that_stepped_down(catalog: Catalog) -> None:
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     call = host.bucket.open_producer(b"p", 0)
     await host.write(rows(b"a"), b"p", call, 1)
     assert (await host.write(rows(b"a"), b"p", call, 1)).duplicate
@@ -154,7 +145,7 @@ async def test_a_repetition_is_not_answered_by_one_that_stepped_down(catalog: Ca
 async def test_what_was_durable_before_another_became_active_is_acknowledged_no_more(
     catalog: Catalog,
 ) -> None:
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     call: Any = object.__new__(key_value._WriteCall)
     call._host = host
     until = asyncio.get_running_loop().time() + WAIT_SECONDS
@@ -177,7 +168,7 @@ async def test_in_a_set_a_failed_storage_is_waited_for_whoever_is_counted(
     catalog: Catalog, others: list[str]
 ) -> None:
     catalog.servers = lambda: others
-    host = await started(catalog.find("default"))
+    host = started(catalog.find("default"))
     assert not host.bucket.may_undo
     host.fail(StorageFailedError("the disk fails"))
     assert host.bucket.failure is not None

@@ -14,8 +14,7 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer
-from tests.raw import RawClient, start_at
-from tests.service.test_bad_input import failing
+from tests.raw import RawClient, error_of, start_at
 from tests.storage.stored_blocks import put_rows
 from upr.storage.journal import Commit, Journal, JournalEntry
 from upr.storage.store import Store
@@ -175,7 +174,7 @@ async def test_vectors_on_a_seeded_directory(server_process: StartServer) -> Non
         for partition, vector in enumerate(CLEAN, start=FIRST_PARTITION):
             checked += 1
             if vector["client"].get("partition") == 1024:
-                error = await failing(client.hello({1024: id_of("DRF394")}))
+                error = await error_of(client.hello({1024: id_of("DRF394")}))
                 assert error.reason == "INVALID_ARGUMENT"
             elif vector["kind"] == "start":
                 await check_start(client, partition, vector)

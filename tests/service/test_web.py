@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -21,14 +21,9 @@ from upr_protocol.limits import HTTP_CONNECTIONS_MAX, HTTP_HEAD_BYTES
 FLOOD = 1000
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = RunningServer(tmp_path_factory.mktemp("web"), "--http", "127.0.0.1:0").start()
-    try:
-        yield http_of(server)
-        assert server.terminate() == 0
-    finally:
-        server.close()
+@pytest.fixture
+def address(http_address: str) -> str:
+    return http_address
 
 
 def test_pages_are_for_get_and_head(address: str) -> None:

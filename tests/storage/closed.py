@@ -67,12 +67,19 @@ class Closed:
     def store(self) -> Store:
         return Store(self.bucket / "store")
 
+    def row(self, partition: int) -> PartitionRow:
+        """What the store knows of a partition."""
+        store = self.store()
+        found = store.partitions()[partition]
+        store.close()
+        assert isinstance(found, PartitionRow)
+        return found
+
     def put(self, *blocks: Block, **row: Any) -> None:
         """Store blocks of one partition; its row says what they say, and what else is given."""
         partition = int(blocks[0].runs["partition"][0])
+        old = self.row(partition)
         store = self.store()
-        old = store.partitions()[partition]
-        assert isinstance(old, PartitionRow)
         horizon, complete = old.horizon, old.complete
         for block in blocks:
             end = int(block.runs["end_seqno"][0])

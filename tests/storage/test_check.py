@@ -68,14 +68,6 @@ def change(closed: Closed, table: bytes, key: bytes, value: bytes | None) -> Non
                 txn.put(key, value, db=db)
 
 
-def newest_id(closed: Closed, partition: int) -> int:
-    store = closed.store()
-    row = store.partitions()[partition]
-    store.close()
-    assert not isinstance(row, DataDamagedError)
-    return row.log.newest.failover_id
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -272,20 +264,20 @@ def pin(closed: Closed, seqno: int, failover_id: int, expires: int = NEVER) -> N
 )
 def test_a_cut_that_is_not_exact(closed: Closed, seqno: int, expires: int, words: str) -> None:
     closed.put(block_of(3, 0, 10), block_of(3, 10, 20))
-    pin(closed, seqno, newest_id(closed, 3), expires)
+    pin(closed, seqno, closed.row(3).log.newest.failover_id, expires)
     findings = checked(closed).findings
     assert [words in finding.what for finding in findings] == ([True] if words else [])
 
 
 def test_a_cut_below_a_horizon_that_crosses_it(closed: Closed) -> None:
     closed.put(block_of(3, 0, 10, horizon=20, seqnos=[1]), block_of(3, 10, 20))
-    pin(closed, 10, newest_id(closed, 3))
+    pin(closed, 10, closed.row(3).log.newest.failover_id)
     assert "(horizon 20)" in only(checked(closed)).what
 
 
 def test_positions_above_the_data(closed: Closed) -> None:
     closed.put(block_of(3, 0, 10))
-    known = newest_id(closed, 3)
+    known = closed.row(3).log.newest.failover_id
     store = closed.store()
     store.put_consumers(
         {
