@@ -1,6 +1,5 @@
-"""``upr-backup``, also as a process of its own for tests that kill it, and what a repository then holds."""
+"""``upr-backup`` as a process of its own for tests that kill it, and what a repository then holds."""
 
-import json
 import os
 import secrets
 import signal
@@ -11,12 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from click.testing import CliRunner
 
 from tests.harness import WAIT_SECONDS, wait_until
-from tests.spark.restoring import State, content
-from upr_backup.cli.commands import main
-from upr_client import Client
 
 
 def children(pid: int) -> list[int]:
@@ -37,10 +32,15 @@ def children(pid: int) -> list[int]:
 
 def workers(pid: int) -> list[int]:
     """Return the worker processes of a driver's pool."""
+    return children_with(pid, b"spawn_main")
+
+
+def children_with(pid: int, word: bytes) -> list[int]:
+    """Return those descendants of a process that have a word in their command line."""
     found = []
     for child in children(pid):
         with suppress(OSError):
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if word in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return found
 
@@ -120,23 +120,9 @@ def staged(repository: Path) -> list[Path]:
     return [path for path in names if path.name != "plan.json"]
 
 
-def upr_backup(repository: Path, *arguments: str) -> tuple[int, str, str]:
-    """Run the command in this process; returns exit status, stdout and stderr."""
-    done = CliRunner().invoke(main, [str(repository), *arguments])
-    return done.exit_code, done.stdout, done.stderr
-
-
 def told(stderr: str) -> list[str]:
     """Return the lines of stderr, without those that tell the progress of a run that takes seconds."""
     return [line for line in stderr.splitlines() if line and " rows read, " not in line]
-
-
-def taken(repository: Path, *options: str) -> dict[str, Any]:
-    """Take a backup, and return what the command said of it."""
-    code, stdout, stderr = upr_backup(repository, "backup", "--json", *options)
-    assert code == 0, stderr
-    document: dict[str, Any] = json.loads(stdout)
-    return document
 
 
 def stored_rows(repository: Path) -> list[tuple[Any, ...]]:
@@ -146,14 +132,3 @@ def stored_rows(repository: Path) -> list[tuple[Any, ...]]:
         columns = pq.read_table(path).to_pydict()
         rows += zip(*columns.values(), strict=True)
     return sorted(rows, key=lambda row: row[:2])
-
-
-def restored(repository: Path, target: str, number: int) -> State:
-    """Restore a backup into a new bucket, and return what that holds."""
-    name = f"restored-{number}"
-    with Client(target) as client:
-        client.admin.create_bucket(name)
-    options = ["--target", target, "--bucket", name, "--at", str(number)]
-    code, _, stderr = upr_backup(repository, "restore", *options)
-    assert code == 0, stderr
-    return content(target, name)

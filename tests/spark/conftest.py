@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.harness import RunningServer
+from tests.spark.restoring import Source, source
 from tests.spark.s3 import S3Server, s3_server
+from tests.spark.sink_rows import Place, new_place
 from upr_backup.repository import objects
+from upr_client import Client
+from upr_client.types import Bucket
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,3 +70,37 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         monkeypatch.setattr(objects, "_FIRST_SECONDS", 0.2)
         monkeypatch.setattr(objects, "_RETRY_SECONDS", 0.2)
         yield server
+
+
+@pytest.fixture(scope="session")
+def shared_source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
+    """A repository of two backups and its server; tests change neither, but for a journal that they remove."""
+    with source(tmp_path_factory.mktemp("source")) as known:
+        yield known
+
+
+@pytest.fixture
+def made(shared_source: Source) -> Source:
+    return shared_source
+
+
+@pytest.fixture
+def client(shared_server: RunningServer) -> Iterator[Client]:
+    """A client for each test."""
+    with Client(shared_server.target) as client:
+        yield client
+
+
+@pytest.fixture
+def bucket(client: Client, request: pytest.FixtureRequest) -> Iterator[Bucket]:
+    """A bucket of its own for each test."""
+    client.admin.create_bucket(request.node.name)
+    yield client.bucket(request.node.name)
+    client.admin.drop_bucket(request.node.name)
+
+
+@pytest.fixture
+def place(shared_server: RunningServer) -> Iterator[Place]:
+    """A bucket to write into."""
+    with new_place(shared_server.target) as place:
+        yield place

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner, Result
 
 from tests.harness import RunningServer
+from upr_backup import rows as point
 from upr_backup.cli.commands import main
 from upr_client import Change, Client, MemoryPositions
 
@@ -51,6 +53,42 @@ def content(target: str, name: str = "default") -> State:
     return state
 
 
+def taken(repository: Path, *options: str, code: int = 0) -> dict[str, Any]:
+    """Take a backup, and return what the command said of it."""
+    done = upr_backup(repository, "backup", "--json", *options)
+    assert done.exit_code == code, done.stderr
+    return document(done)
+
+
+def restored(repository: Path, target: str, number: int, *options: str) -> State:
+    """Restore a backup into a new bucket, and return what that holds."""
+    name = f"restored-{number}-{len(options)}"
+    with Client(target) as client:
+        client.admin.create_bucket(name)
+    chosen = ["--target", target, "--bucket", name, "--at", str(number), *options]
+    done = upr_backup(repository, "restore", *chosen)
+    assert done.exit_code == 0, done.stderr
+    return content(target, name)
+
+
+def write(server: RunningServer, state: State, rows: Rows) -> None:
+    """Write rows, and keep what the bucket then holds; a None deletes its key."""
+    # A client of its own: one that lost its server waits before it connects again.
+    with Client(server.target) as client:
+        client.bucket().write_many(rows)
+    for key, value in rows:
+        if value is None:
+            state.pop(key, None)
+        else:
+            state[key] = value
+
+
+def small_groups(monkeypatch: pytest.MonkeyPatch, group_bytes: int) -> None:
+    """Have a restore or an export take many groups."""
+    real = point.grouped
+    monkeypatch.setattr(point, "grouped", lambda sizes, _: real(sizes, group_bytes))
+
+
 @dataclass
 class Source:
     """A server, a repository of its bucket, and what the bucket holds.
@@ -66,13 +104,7 @@ class Source:
 
     def write(self, rows: Rows) -> None:
         """Write rows; a None deletes its key."""
-        with Client(self.server.target) as client:
-            client.bucket().write_many(rows)
-        for key, value in rows:
-            if value is None:
-                self.state.pop(key, None)
-            else:
-                self.state[key] = value
+        write(self.server, self.state, rows)
 
     def backup(self) -> None:
         """Take a backup."""

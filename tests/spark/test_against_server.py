@@ -28,19 +28,12 @@ def made(tmp_path: Path) -> Iterator[Source]:
         yield known
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    """One that no test changes."""
-    with source(tmp_path_factory.mktemp("source")) as known:
-        yield known
-
-
 @pytest.fixture
-def copied(shared: Source, tmp_path: Path) -> Source:
-    """Its server, and a copy of its repository."""
+def copied(shared_source: Source, tmp_path: Path) -> Source:
+    """A server that no test changes, and a copy of its repository."""
     repository = tmp_path / "copy"
-    shutil.copytree(shared.repository, repository)
-    return Source(shared.server, repository)
+    shutil.copytree(shared_source.repository, repository)
+    return Source(shared_source.server, repository)
 
 
 def compare(made: Source, *options: str) -> tuple[int, Any, str]:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from obstore.store import MemoryStore
 
-from tests.spark.restoring import Source, source, upr_backup
+from tests.spark.restoring import Source, upr_backup
 from upr_backup import export as export_module
 from upr_backup import rows as point_module
 from upr_backup.cli import entry
@@ -32,13 +32,6 @@ from upr_cli_kit import exit_codes
 from upr_cli_kit.output import Progress, note
 from upr_client import Client
 from upr_protocol.errors import InvalidArgumentError, UprError
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    """A repository that no test here changes, and its server."""
-    with source(tmp_path_factory.mktemp("source")) as known:
-        yield known
 
 
 def unlistable(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int) -> None:

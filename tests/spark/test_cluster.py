@@ -14,13 +14,8 @@ import pyspark
 import pytest
 
 from tests.harness import RunningServer, wait_until
-from tests.spark.backup_process import (
-    children,
-    restored,
-    staged,
-    upr_backup,
-)
-from tests.spark.restoring import content
+from tests.spark.backup_process import children_with, staged
+from tests.spark.restoring import content, restored, upr_backup
 from upr_backup import ship
 from upr_client import Client
 
@@ -38,6 +33,7 @@ SHIPPING = (
 """The guide's commands for a job."""
 FAST = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 HEAD = b"upr-backup aes-256-gcm 1\n"
+EXECUTOR = b"CoarseGrainedExecutorBackend"
 MASTER = "local-cluster[2,1,600]"
 """Two workers of one core, in the process of the driver; their executors are processes of their own."""
 
@@ -46,16 +42,6 @@ def environment() -> dict[str, str]:
     """Return what a JVM of the test is started with: on loopback, and without a master of somebody else."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SPARK_")}
     return {**kept, "SPARK_LOCAL_IP": "127.0.0.1"}
-
-
-def executors(pid: int) -> list[int]:
-    """Return the executors of a driver, of which each has a core."""
-    found = []
-    for child in children(pid):
-        with suppress(OSError):
-            if b"CoarseGrainedExecutorBackend" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(child)
-    return found
 
 
 def bare_python(folder: Path) -> Path:
@@ -82,7 +68,7 @@ def test_a_job_outlives_an_executor(
     with Client(server.target) as client:
         client.bucket().write_many((b"key:%d" % n, b"%d" % n) for n in range(ROWS))
         client.bucket().write_many((b"key:%d" % n, None) for n in range(0, ROWS, 9))
-    assert upr_backup(repository, "init", "--target", server.target)[0] == 0
+    assert upr_backup(repository, "init", "--target", server.target).exit_code == 0
     typed = {
         "python": sys.executable,
         "upr.zip": str(tmp_path / "upr.zip"),
@@ -123,7 +109,7 @@ def test_a_job_outlives_an_executor(
         wait_until(lambda: job.poll() is not None or staged(repository), log.read_text, 180)
         os.kill(server.pid, signal.SIGSTOP)
         assert job.poll() is None, log.read_text()
-        lost = executors(job.pid)[0]
+        lost = children_with(job.pid, EXECUTOR)[0]
         os.kill(lost, signal.SIGKILL)
         wait_until(lambda: "Lost executor" in log.read_text(), log.read_text)
         os.kill(server.pid, signal.SIGCONT)
@@ -134,7 +120,7 @@ def test_a_job_outlives_an_executor(
         job.wait()
     assert "backup 1: full" in log.read_text()
     assert restored(repository, server.target, 1) == content(server.target, "default")
-    assert upr_backup(repository, "verify", "--full")[0] == 0
+    assert upr_backup(repository, "verify", "--full").exit_code == 0
     assert all(
         path.read_bytes().startswith(HEAD) for path in (repository / "data").rglob("*.parquet")
     )

@@ -20,15 +20,12 @@ from tests.spark.backup_process import (
     Backup,
     alive,
     children,
-    restored,
     staged,
     stored_rows,
-    taken,
     told,
-    upr_backup,
     workers,
 )
-from tests.spark.restoring import content
+from tests.spark.restoring import content, document, restored, taken, upr_backup
 from upr_backup.backup import GROUP_SEQNOS, GROUP_SEQNOS_MIN, group_size, split
 from upr_backup.cli.commands import main
 from upr_backup.engines import jvm
@@ -61,7 +58,7 @@ def server(server_process: Callable[..., RunningServer], tmp_path: Path) -> Runn
     with Client(running.target) as client:
         client.bucket().write_many((b"key:%d" % n, b"%d" % n) for n in range(1000, ROWS))
         client.bucket().write_many((b"key:%d" % n, None) for n in range(1000))
-    assert upr_backup(tmp_path / "repository", "init", "--target", running.target)[0] == 0
+    assert upr_backup(tmp_path / "repository", "init", "--target", running.target).exit_code == 0
     return running
 
 
@@ -81,7 +78,7 @@ def test_all_read_the_same(server: RunningServer, tmp_path: Path) -> None:
     assert (one["files"], many["files"]) == (1, many["files"])
     assert many["files"] > 30
     assert stored_rows(repository) == stored_rows(other)
-    assert upr_backup(other, "verify", "--full")[1] == "all is well\n"
+    assert upr_backup(other, "verify", "--full").stdout == "all is well\n"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +100,10 @@ def test_a_killed_driver_takes_its_workers_along(
         # After the cut of the killed run: the run that goes on with it does not have this.
         client.bucket().set(b"later", b"")
     # Whichever engine goes on.
-    code, stdout, stderr = upr_backup(repository, "backup", "--json", "--processes", "1")
-    assert (code, "going on with an interrupted run" in stderr) == (0, True), stderr
-    assert json.loads(stdout)["rows"] == ROWS
+    done = upr_backup(repository, "backup", "--json", "--processes", "1")
+    assert done.exit_code == 0, done.stderr
+    assert "going on with an interrupted run" in done.stderr
+    assert document(done)["rows"] == ROWS
     assert len(kept) >= 2
     assert len(stored_rows(repository)) == ROWS, "what a killed worker left is gone"
     assert taken(repository)["rows"] == 1
@@ -159,9 +157,9 @@ def test_an_interrupted_pool_says_one_word(server: RunningServer, tmp_path: Path
         wait_until(lambda: not alive(everything), "the end of the workers")
     os.kill(server.pid, signal.SIGCONT)
     # What was staged can be given up.
-    code, stdout, stderr = upr_backup(repository, "backup", "--json", "--restart")
-    assert (code, told(stderr)) == (0, [])
-    assert json.loads(stdout)["rows"] == ROWS
+    done = upr_backup(repository, "backup", "--json", "--restart")
+    assert (done.exit_code, told(done.stderr)) == (0, [])
+    assert document(done)["rows"] == ROWS
     with Client(server.target) as client:
         assert client.admin.cuts("default") == []
 

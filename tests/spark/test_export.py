@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ import pytest
 from deltalake import DeltaTable
 from obstore.store import MemoryStore
 
-from tests.spark.restoring import Source, document, source, upr_backup
+from tests.spark.restoring import Source, document, small_groups, source, upr_backup
 from upr_backup import export as export_module
-from upr_backup import rows as point_module
 from upr_backup.repository import LocalSink, ObjectStorage
 from upr_client import Change, Client
 from upr_protocol.partitioning import partition_of
@@ -26,18 +24,9 @@ from upr_protocol.partitioning import partition_of
 LITTER_AGE = 7200
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    """A repository that no test here changes."""
-    with source(tmp_path_factory.mktemp("source")) as known:
-        yield known
-
-
 @pytest.fixture(autouse=True)
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have an export take many groups."""
-    real = point_module.grouped
-    monkeypatch.setattr(point_module, "grouped", lambda sizes, _: real(sizes, 60_000))
+def many_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_groups(monkeypatch, 60_000)
 
 
 def export(made: Source, kind: str, to: Path, *options: str) -> Any:

@@ -14,8 +14,7 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.replica.sets import run, start_set, wait_until_counted, wait_until_equal
 from tests.spark.backup_model import InlineEngine
-from tests.spark.backup_process import restored
-from tests.spark.restoring import content
+from tests.spark.restoring import content, restored
 from tests.spark.test_source import Sink
 from upr_backup.backup import Run
 from upr_backup.repository import LocalStorage

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from tests.cli.test_check import run_admin
 from tests.harness import RunningServer
-from tests.spark.restoring import State, content
+from tests.spark.restoring import State, content, restored, taken, write
 from tests.spark.s3 import BUCKET, s3_server
-from tests.spark.test_backup import later, restored, taken, upr_backup, write
+from tests.spark.test_backup import later, upr_backup
 from upr_backup import retention, rows
 from upr_backup.cli.commands import main
 from upr_backup.repository import LocalStorage

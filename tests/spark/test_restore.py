@@ -15,9 +15,8 @@ import pyarrow as pa
 import pytest
 
 from tests.harness import RunningServer
-from tests.spark.restoring import Source, State, content, document, source, upr_backup
+from tests.spark.restoring import Source, State, content, document, small_groups, upr_backup
 from upr_backup import restore as restore_module
-from upr_backup import rows as point_module
 from upr_backup.cli import reading as command
 from upr_backup.repository import LocalStorage
 from upr_backup.restore import Journal, Restore
@@ -30,23 +29,11 @@ from upr_protocol.partitioning import partition_of
 Start = Callable[..., RunningServer]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    """A repository that no test here changes, but for its journal."""
-    with source(tmp_path_factory.mktemp("source")) as known:
-        yield known
-
-
 @pytest.fixture(autouse=True)
-def without_journals(made: Source) -> None:
-    """Have each test begin without what another one broke off."""
+def without_journals(made: Source) -> Iterator[None]:
+    """Leave nothing to other tests of what one broke off."""
+    yield
     shutil.rmtree(made.repository / "journal", ignore_errors=True)
-
-
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a restore take many groups."""
-    real = point_module.grouped
-    monkeypatch.setattr(point_module, "grouped", lambda sizes, _: real(sizes, 40_000))
 
 
 def restore(made: Source, target: str, *options: str) -> Any:
@@ -77,7 +64,7 @@ def broken_off(made: Source, target: str, monkeypatch: pytest.MonkeyPatch, *opti
         return real(self, blocks, *arguments)
 
     with monkeypatch.context() as patched:
-        small_groups(patched)
+        small_groups(patched, 40_000)
         patched.setattr(
             restore_module, "blocks", lambda keys, values: real_blocks(keys, values, block_rows=100)
         )
@@ -206,7 +193,7 @@ def test_what_changes_before_the_comparison_is_found(
     change: dict[bytes, bytes | None],
     words: str,
 ) -> None:
-    small_groups(monkeypatch)
+    small_groups(monkeypatch, 40_000)
     real = Restore._compare
 
     def disturbed(self: Restore, journal: Journal) -> None:
@@ -287,7 +274,7 @@ def test_into_a_bucket_that_holds_data(
 def test_a_server_that_is_killed_meanwhile_is_waited_for(
     made: Source, server_process: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_groups(monkeypatch)
+    small_groups(monkeypatch, 40_000)
     server = server_process()
     starting: list[threading.Thread] = []
 
@@ -329,7 +316,7 @@ def test_a_server_that_stays_away_is_one_line(
         return real(self, group)
 
     with monkeypatch.context() as patched:
-        small_groups(patched)
+        small_groups(patched, 40_000)
         patched.setattr(Restore, "_write_group", stopped)
         patched.setattr(command, "open_client", lambda to: Client(to, retry_seconds=0.2))
         done = restore(made, server.target)

@@ -27,7 +27,6 @@ from tests.spark.sink_rows import (
     Place,
     as_task,
     batches,
-    new_place,
     refusal,
     some_rows,
 )
@@ -43,12 +42,6 @@ StartServer = Callable[..., RunningServer]
 QUERY = {"sql.streaming.queryId": "q", "streaming.sql.batchId": "7"}
 SMALL = {"maxInFlightBytes": "1m"}
 """Chunks of half a MiB, so that a task has several."""
-
-
-@pytest.fixture
-def place(shared_server: RunningServer) -> Iterator[Place]:
-    with new_place(shared_server.target) as place:
-        yield place
 
 
 # What is written

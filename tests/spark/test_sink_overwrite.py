@@ -1,14 +1,14 @@
 """mode("overwrite"): what was there and is not written again goes, at the end and not before."""
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import RunningServer
-from tests.spark.sink_rows import UPSERT, Place, batches, new_place, refusal, some_rows
+from tests.spark.sink_rows import UPSERT, Place, batches, refusal, some_rows
 from upr_client import Client
 from upr_client.testing import ScriptedServer, keys_in
 from upr_spark.sink import batch_writer, stream_writer, truncating
@@ -16,12 +16,6 @@ from upr_spark.sink import batch_writer, stream_writer, truncating
 StartServer = Callable[..., RunningServer]
 
 ALLOWED = {"allowTruncate": "true"}
-
-
-@pytest.fixture
-def place(shared_server: RunningServer) -> Iterator[Place]:
-    with new_place(shared_server.target) as place:
-        yield place
 
 
 def before(place: Place, count: int = 3000) -> dict[bytes, bytes]:

@@ -15,12 +15,6 @@ from upr_spark.errors import find_error
 
 
 @pytest.fixture
-def place(shared_server: RunningServer) -> Iterator[Place]:
-    with new_place(shared_server.target) as place:
-        yield place
-
-
-@pytest.fixture
 def session(spark: Any) -> Any:
     upr_spark.register(spark)
     return spark

@@ -26,21 +26,6 @@ _QUERY_SECONDS = 90
 
 
 @pytest.fixture
-def client(shared_server: RunningServer) -> Iterator[Client]:
-    """A client for each test."""
-    with Client(shared_server.target) as client:
-        yield client
-
-
-@pytest.fixture
-def bucket(client: Client, request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    """A bucket of its own for each test."""
-    client.admin.create_bucket(request.node.name)
-    yield client.bucket(request.node.name)
-    client.admin.drop_bucket(request.node.name)
-
-
-@pytest.fixture
 def read(spark: Any, shared_server: RunningServer, bucket: Bucket) -> Callable[..., Any]:
     """A function that gives a reader of the bucket; it takes options."""
     register(spark)

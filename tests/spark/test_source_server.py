@@ -45,14 +45,6 @@ def client(server: RunningServer) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture
-def bucket(client: Client, request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    """A bucket of its own for each test."""
-    client.admin.create_bucket(request.node.name)
-    yield client.bucket(request.node.name)
-    client.admin.drop_bucket(request.node.name)
-
-
 def _source(server: RunningServer, bucket: Bucket, /, **options: str) -> UprDataSource:
     given = {"endpoint": server.target, "bucket": bucket.name, "retrytimeout": "20s"}
     return UprDataSource({**given, "numpartitions": "2", **options})
