@@ -7,11 +7,12 @@ compared, row by row.
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,6 +113,34 @@ async def rows_of(bucket: AsyncBucket) -> dict[int, tuple[bytes, bytes | None]]:
     return reader.rows
 
 
+@contextlib.asynccontextmanager
+async def followed(
+    bucket: AsyncBucket, follower: Follower, stability: str = "disk"
+) -> AsyncIterator[None]:
+    """Follow the partition beside the body; where that failed, what the body waited for did not happen because of it."""
+
+    async def follow() -> None:
+        changes = bucket.changes(
+            only=Only(partitions=[PARTITION], stability=stability),
+            tuning=Tuning(retry_seconds=WAIT_SECONDS),
+            on_rollback=follower.undo,
+        )
+        async with changes:
+            async for batch in changes.batches():
+                follower.apply(batch)
+
+    following = asyncio.create_task(follow())
+    try:
+        yield
+    except UprError:
+        if following.done() and (error := following.exception()) is not None:
+            raise error from None
+        raise
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
 class Failover:
     """One run, with a folder for each of two servers."""
 
@@ -138,29 +167,10 @@ class Failover:
         ):
             await until_true(lambda: is_in_step(at_b))
             await until_true(lambda: counts_others(at_a))
-            following = asyncio.create_task(self._follow(client.bucket()))
-            try:
+            async with followed(client.bucket(), self._follower):
                 await self._lose(client.bucket(), at_b)
                 await self._promote(client.bucket(), at_b)
                 return await self._come_back(at_b)
-            except UprError:
-                if following.done() and (error := following.exception()) is not None:
-                    # What is waited for did not happen because of this.
-                    raise error from None
-                raise
-            finally:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-
-    async def _follow(self, bucket: AsyncBucket) -> None:
-        changes = bucket.changes(
-            only=Only(partitions=[PARTITION]),
-            tuning=Tuning(retry_seconds=WAIT_SECONDS),
-            on_rollback=self._follower.undo,
-        )
-        async with changes:
-            async for batch in changes.batches():
-                self._follower.apply(batch)
 
     async def _write(self, bucket: AsyncBucket, first: int, last: int, value: bytes) -> None:
         """Write one row for each seqno above ``first``, in one batch that ends in a snapshot marker."""

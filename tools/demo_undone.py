@@ -6,16 +6,14 @@ compared with the server, row by row.
 """
 
 import argparse
-import asyncio
 import sys
 from functools import partial
 from pathlib import Path
 
 from tools.demo import WAIT_SECONDS, Server, failover_log, say, tell, until
-from tools.demo_failover import FIRST, KEPT, LOST, PARTITION, Follower, keys, rows_of
-from upr_client import AsyncClient, Only, Tuning
+from tools.demo_failover import FIRST, KEPT, LOST, PARTITION, Follower, followed, keys, rows_of
+from upr_client import AsyncClient
 from upr_client.types import AsyncBucket
-from upr_protocol.errors import UprError
 
 AGAIN = 10
 """Rows written after the crash: more than were lost, so that the same seqnos have other rows."""
@@ -54,29 +52,10 @@ class Undone:
         say(f"server    started on {self.server.target}, with an empty data directory")
         async with AsyncClient(self.server.target, retry_seconds=WAIT_SECONDS) as client:
             bucket = client.bucket()
-            following = asyncio.create_task(self._follow(bucket))
-            try:
+            async with followed(bucket, self._follower, "memory"):
                 await self._write(bucket)
                 await self._crash(client)
                 return await self._go_on(bucket)
-            except UprError:
-                if following.done() and (error := following.exception()) is not None:
-                    # What is waited for did not happen because of this.
-                    raise error from None
-                raise
-            finally:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-
-    async def _follow(self, bucket: AsyncBucket) -> None:
-        changes = bucket.changes(
-            only=Only(partitions=[PARTITION], stability="memory"),
-            tuning=Tuning(retry_seconds=WAIT_SECONDS),
-            on_rollback=self._follower.undo,
-        )
-        async with changes:
-            async for batch in changes.batches():
-                self._follower.apply(batch)
 
     def _has(self, seqno: int) -> bool:
         return self._follower.seqno == seqno

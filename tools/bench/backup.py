@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -22,7 +21,7 @@ from typing import Final
 from tests.spark.handmade import write_many
 from tests.spark.s3 import s3_server
 from tests.spark.s3_backups import LOCATION, put_folder
-from tools.bench.common import VALUE_BYTES, Figure, say, server
+from tools.bench.common import VALUE_BYTES, Figure, print_figures, say, server
 from upr_client import Client
 from upr_client.arrow import record_batch
 
@@ -134,13 +133,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2_000_000, help="0: only the lists")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    figures = []
-    for figure in chain(listings(), measure(options.rows) if options.rows else ()):
-        figures.append(figure)
-        if not options.json:
-            print(figure.line(), flush=True)
-    if options.json:
-        print(json.dumps([asdict(figure) for figure in figures], indent=2))
+    print_figures(chain(listings(), measure(options.rows) if options.rows else ()), options.json)
     return 0
 
 

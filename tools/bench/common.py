@@ -1,17 +1,20 @@
 """Rows that are the same in every run, the figures of a measure, and the server."""
 
+import asyncio
+import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from tests.harness import RunningServer
+from upr_client.types import AsyncBucket
 from upr_protocol.block import build_block
 from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.v1 import types_pb2
@@ -46,6 +49,17 @@ def batches(rows: list[Row], size: int) -> list[list[Row]]:
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
+async def write_batches(bucket: AsyncBucket, cut: list[list[Row]], at_once: int) -> None:
+    """Write batches, so many of them under way at a time."""
+    places = asyncio.Semaphore(at_once)
+
+    async def write(batch: list[Row]) -> None:
+        async with places:
+            await bucket.write_many(batch)
+
+    await asyncio.gather(*map(write, cut))
+
+
 def encoded(rows: list[Row]) -> types_pb2.Block:
     """Return rows as a block ready to be sent."""
     return block_to_message(build_block([key for key, _ in rows], [value for _, value in rows]))
@@ -73,6 +87,17 @@ class Figure:
 def say(words: str) -> None:
     """Tell the progress."""
     print(f"bench: {words}", file=sys.stderr, flush=True)
+
+
+def print_figures(figures: Iterable[Figure], as_json: bool) -> None:
+    """Print each figure when it is there, or all of them as one JSON document."""
+    found = []
+    for figure in figures:
+        found.append(figure)
+        if not as_json:
+            print(figure.line(), flush=True)
+    if as_json:
+        print(json.dumps([asdict(figure) for figure in found], indent=2))
 
 
 @contextmanager

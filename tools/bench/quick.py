@@ -17,7 +17,17 @@ import grpc.aio
 
 from tests.harness import RunningServer
 from tools.bench.children import BARE_METHOD, bare_server
-from tools.bench.common import MUTATIONS, Figure, Row, batches, encoded, say, server, zipfian_rows
+from tools.bench.common import (
+    MUTATIONS,
+    Figure,
+    Row,
+    batches,
+    encoded,
+    say,
+    server,
+    write_batches,
+    zipfian_rows,
+)
 from tools.bench.delays import measure_latency, measure_starts
 from tools.bench.gets import measure_gets
 from tools.bench.live import measure_live
@@ -49,15 +59,9 @@ async def ingest(target: str, rows: list[Row], size: int) -> float:
     async with AsyncClient(target) as client:
         bucket = client.bucket()
         await bucket.set(b"warm", b"")
-        places = asyncio.Semaphore(CALLS_AT_ONCE)
-
-        async def write(batch: list[Row]) -> None:
-            async with places:
-                await bucket.write_many(batch)
-
         cut = batches(rows, size)
         began = time.perf_counter()
-        await asyncio.gather(*map(write, cut))
+        await write_batches(bucket, cut, CALLS_AT_ONCE)
         return len(rows) / (time.perf_counter() - began)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tests.harness import RunningServer
 from tests.replica.sets import state_of, wait_for, wait_until_counted, wait_until_equal
-from tools.bench.common import Figure, Row, WrongResultError, batches, server
+from tools.bench.common import Figure, Row, WrongResultError, batches, server, write_batches
 from tools.bench.cpu import server_cpu
 from tools.bench.singles import awaited_sets
 from upr_client import AsyncClient, Only
@@ -109,15 +109,9 @@ async def _state(target: str) -> dict[bytes, bytes | None]:
 async def _write(server: RunningServer, rows: list[Row], passes: int) -> float:
     """Write all rows so many times, fsynced; return the seconds."""
     async with AsyncClient(server.target) as client:
-        bucket, places = client.bucket(), asyncio.Semaphore(CALLS_AT_ONCE)
-
-        async def write(batch: list[Row]) -> None:
-            async with places:
-                await bucket.write_many(batch)
-
         began = time.perf_counter()
         for _ in range(passes):
-            await asyncio.gather(*map(write, batches(rows, BATCH_ROWS)))
+            await write_batches(client.bucket(), batches(rows, BATCH_ROWS), CALLS_AT_ONCE)
         return time.perf_counter() - began
 
 

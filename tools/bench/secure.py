@@ -9,8 +9,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tools.bench.common import VALUE_BYTES, Figure, Row, batches, say, server
+from tools.bench.common import Figure, Row, batches, say, server, write_batches
 from tools.bench.cpu import server_cpu
+from tools.bench.singles import awaited_sets
 from upr.service.access.identities import add_identity
 from upr_client import AsyncClient
 
@@ -25,13 +26,7 @@ Found = dict[str, tuple[float, float]]
 
 
 async def _ingest(client: AsyncClient, rows: list[Row]) -> int:
-    bucket, places = client.bucket(), asyncio.Semaphore(CALLS_AT_ONCE)
-
-    async def write(batch: list[Row]) -> None:
-        async with places:
-            await bucket.write_many(batch)
-
-    await asyncio.gather(*map(write, batches(rows, BATCH)))
+    await write_batches(client.bucket(), batches(rows, BATCH), CALLS_AT_ONCE)
     return len(rows)
 
 
@@ -44,14 +39,7 @@ async def _drain(client: AsyncClient) -> int:
 
 
 async def _singles(client: AsyncClient) -> int:
-    bucket, value = client.bucket(), b"v" * VALUE_BYTES
-
-    async def write(task: int) -> None:
-        for number in range(SINGLES // TASKS):
-            await bucket.set(b"key-%05d-%06d" % (task, number), value)
-
-    await asyncio.gather(*map(write, range(TASKS)))
-    return SINGLES // TASKS * TASKS
+    return len(await awaited_sets(client.bucket(), TASKS, SINGLES))
 
 
 async def _run(running: Any, rows: list[Row], login: dict[str, Any]) -> Found:

@@ -6,20 +6,19 @@ document, goes to stdout; progress goes to stderr.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from tools.bench.backup import fill
-from tools.bench.common import Figure, say, server
+from tools.bench.common import Figure, print_figures, say, server
 from upr_spark import configure, register
 from upr_spark.source.data_source import UprDataSource
 
@@ -178,13 +177,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    figures = []
-    for figure in measure(options.rows, options.times):
-        figures.append(figure)
-        if not options.json:
-            print(figure.line(), flush=True)
-    if options.json:
-        print(json.dumps([asdict(figure) for figure in figures], indent=2))
+    print_figures(measure(options.rows, options.times), options.json)
     return 0
 
 
