@@ -34,30 +34,6 @@ async def test_what_was_buffered_is_there_in_order(target: str) -> None:
         assert state == dict(rows)
 
 
-@pytest.mark.asyncio
-async def test_get_reads_memory_and_store(server_process: StartServer) -> None:
-    server = server_process()
-    async with AsyncClient(server.target) as client:
-        bucket = client.bucket()
-        await bucket.set(b"old", b"1")
-        await bucket.set(b"gone", b"1")
-        await bucket.set(b"replaced", b"1")
-    # A clean shutdown flushes all of it into the store.
-    server.terminate()
-    server.start()
-    async with AsyncClient(server.target) as client:
-        bucket = client.bucket()
-        await bucket.set(b"replaced", b"2")
-        await bucket.delete(b"gone", "memory")
-        await bucket.set(b"new", b"2", "memory")
-        assert await bucket.get(b"old") == b"1"
-        assert await bucket.get(b"gone") is None
-        assert await bucket.get(b"never") is None
-        keys = [b"old", b"gone", b"replaced", b"new", b"never"]
-        found = await bucket.get_many(keys)
-    assert found == {b"old": b"1", b"replaced": b"2", b"new": b"2"}
-
-
 @pytest.mark.crash
 @pytest.mark.asyncio
 async def test_a_buffered_writer_outlives_kills_of_the_server(server_process: StartServer) -> None:

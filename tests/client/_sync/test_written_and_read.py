@@ -34,29 +34,6 @@ def test_what_was_buffered_is_there_in_order(target: str) -> None:
         assert state == dict(rows)
 
 
-def test_get_reads_memory_and_store(server_process: StartServer) -> None:
-    server = server_process()
-    with Client(server.target) as client:
-        bucket = client.bucket()
-        bucket.set(b"old", b"1")
-        bucket.set(b"gone", b"1")
-        bucket.set(b"replaced", b"1")
-    # A clean shutdown flushes all of it into the store.
-    server.terminate()
-    server.start()
-    with Client(server.target) as client:
-        bucket = client.bucket()
-        bucket.set(b"replaced", b"2")
-        bucket.delete(b"gone", "memory")
-        bucket.set(b"new", b"2", "memory")
-        assert bucket.get(b"old") == b"1"
-        assert bucket.get(b"gone") is None
-        assert bucket.get(b"never") is None
-        keys = [b"old", b"gone", b"replaced", b"new", b"never"]
-        found = bucket.get_many(keys)
-    assert found == {b"old": b"1", b"replaced": b"2", b"new": b"2"}
-
-
 @pytest.mark.crash
 def test_a_buffered_writer_outlives_kills_of_the_server(server_process: StartServer) -> None:
     server = server_process()
