@@ -25,6 +25,7 @@ from tests.guarantees import (
     no_hole,
     order,
     tombstones,
+    validate,
 )
 from tests.harness import WAIT_SECONDS, RunningServer
 from tests.history import Event, History
@@ -341,21 +342,8 @@ class World:
                 "high": {p: high[p] for p in sorted(RECORDED)},
             }
         )
-        validate_seen(self.history)
+        validate(self.history, SEEN_WHOLE)
 
 
 def _moved(follower: Follower, batches: int) -> bool:
     return follower.failure is not None or follower.batches > batches
-
-
-def validate_seen(history: History) -> None:
-    """Run the validators of SEEN_WHOLE.
-
-    Raises:
-        AssertionError: a guarantee does not hold; the message begins with its name.
-    """
-    for validator in SEEN_WHOLE:
-        try:
-            validator(history)
-        except AssertionError as error:
-            raise AssertionError(f"{validator.__name__}: {error}") from error

@@ -1,6 +1,8 @@
 """The simulated worlds by name, and what each needs to be run anywhere."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,3 +99,24 @@ def run(name: str, folder: Path, seed: int, steps: int | None = None) -> Any:
             print(f"failing: world {name}, seed {seed}, {steps} steps")
             raise
     return world
+
+
+def seeds(share: int, first: int = 0, usual: int = 30) -> range:
+    """Return the seeds of a test: one of so many of those that the environment asks for, and at least one."""
+    count = max(int(os.environ.get("UPR_SIMULATION_SEEDS", usual)) // share, 1)
+    first = int(os.environ.get("UPR_SIMULATION_FIRST_SEED", first))
+    return range(first, first + count)
+
+
+def run_all(name: str, folder: Path, chosen: range) -> Counter[str]:
+    """Run a world with each of the seeds, and return how often what happened."""
+    counts: Counter[str] = Counter()
+    for seed in chosen:
+        counts.update(run(name, folder / str(seed), seed).counts)
+    return counts
+
+
+def happened(counts: Mapping[str, int], *whats: str) -> None:
+    """Require that all of this happened: runs in which it did not prove nothing."""
+    for what in whats:
+        assert counts[what] > 0, (what, counts)
