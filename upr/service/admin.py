@@ -562,7 +562,7 @@ class AdminMethods:
             bucket_version=bucket.identity.version,
             file_bytes=host.disk.store.file_bytes(),
             used_bytes=used_bytes,
-            journal_bytes=await host.journal_bytes(),
+            journal_bytes=await host.disk.in_journal_thread(lambda: host.disk.journal.size),
             tail_bytes=bucket.tail.bytes,
             blocks=int(contents.blocks.sum()),
             rows=int(contents.rows.sum()),

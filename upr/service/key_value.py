@@ -560,7 +560,7 @@ class _WriteCall:
         """Wait for a write's turn before parsing it, which copies it; return a refusal if too much waits."""
         readers = len(self._host.bucket.followers)
         try:
-            with self._host.waiting(len(raw)):
+            with self._host.waiting_room.waiting(len(raw)):
                 await self._turn(len(raw) * (BYTE_SECONDS + readers * FRAME_BYTE_SECONDS))
             return None
         except TooManyError as error:

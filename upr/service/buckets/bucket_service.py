@@ -10,8 +10,7 @@ import errno
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -118,7 +117,7 @@ class BucketService:
         self._undo = undo or {}
         self._fenced = self._without_copies = False
         self._replica = replica
-        self._waiting_room = waiting or WaitingRoom()
+        self.waiting_room = waiting or WaitingRoom()
         self.folder = folder
         self._config = config
         self._wanted_room = 0
@@ -134,7 +133,7 @@ class BucketService:
         """Returns the epoch that the server promised."""
         self.users: set[Callable[[BucketGoneError], None]] = set()
         """Open calls, each called once when the bucket is dropped."""
-        self._on_failure: Callable[[], Awaitable[None]] | None = None
+        self._on_failure: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._telling: set[asyncio.Task[None]] = set()
         self.disk = Disk(folder, clock or Clock(), room or DiskRoom(folder), self._tell, self.fail)
         try:
@@ -252,7 +251,7 @@ class BucketService:
             )
         ]
 
-    def start(self, on_failure: Callable[[], Awaitable[None]]) -> None:
+    def start(self, on_failure: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Begin committing and flushing; ``on_failure`` is awaited when ``problem`` may have changed."""
         self._on_failure = on_failure
         self._tasks = [
@@ -289,13 +288,9 @@ class BucketService:
     def _tell(self) -> None:
         """Report a change of ``problem`` to the health service."""
         if self._on_failure is not None:
-            task = asyncio.create_task(self._tell_now(self._on_failure))
+            task = asyncio.create_task(self._on_failure())
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
-
-    @staticmethod
-    async def _tell_now(on_failure: Callable[[], Awaitable[None]]) -> None:
-        await on_failure()
 
     # Writing
 
@@ -335,7 +330,7 @@ class BucketService:
                     return bucket.write(block, name, call, number, now(), stored, copies)
             waited = bucket.proven or self._is_short_of(needed) or self._is_lapsed
             if waited and not self.disk.stopping and bucket.failure is None:
-                with self.waiting(needed):
+                with self.waiting_room.waiting(needed):
                     await self._until_room(needed)
             else:
                 waited = False
@@ -504,10 +499,6 @@ class BucketService:
         """Raise PartitionNotActiveError on a replica: what it stored by itself would be nowhere else."""
         if self._replica or self._fenced:
             raise not_active(self.bucket.partitions.owner)
-
-    def waiting(self, size: int) -> AbstractContextManager[None]:
-        """Count a waiting write while the body runs, or raise TooManyError; over all buckets."""
-        return self._waiting_room.waiting(size)
 
     def _is_short_of(self, needed: int) -> bool:
         """Return whether the tail or the disk has no room for a write now."""
@@ -807,10 +798,6 @@ class BucketService:
         known = self.bucket.partitions.problems
         # Log once: clients restart its streams again and again.
         self.compactor.damaged({p: error for p, error in failed.items() if p not in known})
-
-    async def journal_bytes(self) -> int:
-        """Return the bytes of the journal's segments."""
-        return await self.disk.in_journal_thread(lambda: self.disk.journal.size)
 
     # Stopping
 

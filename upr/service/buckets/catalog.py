@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -206,7 +206,7 @@ class Catalog:
         self._watching: asyncio.Task[None] | None = None
         self._lost = ""
         self._room = DiskRoom(directory.path)
-        self._on_failure: Callable[[], Awaitable[None]] | None = None
+        self._on_failure: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._waiting = WaitingRoom()
         self._reopening: dict[str, DamagedBucket] = {}
         # In a cluster the map says which server begins.
@@ -752,7 +752,7 @@ class Catalog:
 
     # Starting and stopping
 
-    def start(self, on_failure: Callable[[], Awaitable[None]]) -> None:
+    def start(self, on_failure: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Begin to commit and flush; ``on_failure`` is awaited whenever ``failed`` or ``fine`` may have changed."""
         self._on_failure = on_failure
         for host in self.hosts:

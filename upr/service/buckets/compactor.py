@@ -416,7 +416,7 @@ class Compactor:
                 f"room on the disk is {max(room, 0)} bytes above the reserve; must be {needed} to compact {size} bytes",
                 hint="free some space; compaction resumes by itself",
             )
-        return self._disk.claim_room(needed)
+        return self._disk.room.claimed(needed)
 
     def _count_input(self, heads: Iterable[Head]) -> None:
         counters = self._disk.counters

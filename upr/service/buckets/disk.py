@@ -6,7 +6,7 @@ handed a Disk.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -201,15 +201,6 @@ class Disk:
         for future in waiting:
             if not future.done():
                 future.set_result(None)
-
-    def journal_dropped(self) -> None:
-        """Wake all that wait for room: journal segments were removed."""
-        self.room.changed()
-        self.changed()
-
-    def claim_room(self, size: int) -> AbstractContextManager[None]:
-        """Reserve room on the disk while the body writes."""
-        return self.room.claimed(size)
 
     def close(self) -> None:
         """Wait for the threads, and close journal and store."""

@@ -151,7 +151,9 @@ class Flusher:
             await self._disk.in_journal_thread(lambda: self._disk.journal.drop_through(through))
         finally:
             self.busy = False
-            self._disk.journal_dropped()
+            # Journal segments were removed: what waits for room may have it.
+            self._disk.room.changed()
+            self._disk.changed()
         self._disk.traffic.flushes.add(time.monotonic() - began)
         await self._disk.in_store_thread(self._disk.quota.refresh)
         return True
