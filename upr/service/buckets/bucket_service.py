@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ from upr.service.buckets.following import Following
 from upr.service.buckets.keepers import (
     ConsumerSaver,
     CutKeeper,
-    LeaseKeeper,
     ProducerKeeper,
+    end_leases,
     expire_consumers,
 )
 from upr.service.buckets.room import (
@@ -158,16 +159,15 @@ class BucketService:
         cuts = {name: replace(cut, expires=leases[name]) for name, cut in cuts.items()}
         bucket.cuts.load(cuts, bucket.tail)
         self.acknowledged = ConsumerSaver(positions, self._put_consumers, disk.troubles)
-        self.cuts = CutKeeper(
-            disk, bucket, disk.clock.now, self.durable, lambda: self.tables_changed(())
-        )
-        self.leases = LeaseKeeper(bucket.owners)
+        self._closing = asyncio.Event()
+        tables_changed = partial(self.tables_changed, ())
+        self.cuts = CutKeeper(disk, bucket, self.durable, tables_changed, self._closing)
         self.compactor = Compactor(disk, bucket, config, self._merge_room)
         self.tail_keys = TailKeys()
         self.flusher = Flusher(
             disk, bucket, config, self.compactor.note, self.tail_keys.drop_before
         )
-        self.producers = ProducerKeeper(disk, bucket, self.flusher.wanted.set)
+        self.producers = ProducerKeeper(disk, bucket, self.flusher.wanted.set, self._closing)
         disk.room.add(bucket.tail, self.flusher.wanted.set)
         self._work = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
@@ -265,9 +265,11 @@ class BucketService:
                 ),
                 name="expiry of consumers",
             ),
-            asyncio.create_task(self.acknowledged.run(), name="saver of consumers"),
+            asyncio.create_task(self.acknowledged.run(self._closing), name="saver of consumers"),
             asyncio.create_task(self.cuts.run(), name="keeper of cuts"),
-            asyncio.create_task(self.leases.run(), name="keeper of leases"),
+            asyncio.create_task(
+                end_leases(self.bucket.owners, self._closing), name="keeper of leases"
+            ),
             asyncio.create_task(self.producers.run(), name="keeper of producers"),
         ]
         for task in self._tasks:
@@ -836,11 +838,8 @@ class BucketService:
             await asyncio.gather(self._clearing, return_exceptions=True)
         self._work.set()
         self.flusher.wanted.set()
-        self.acknowledged.stop()
+        self._closing.set()
         self.compactor.stop()
-        self.cuts.stop()
-        self.leases.stop()
-        self.producers.stop()
         self.disk.changed()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.compactor.finish()

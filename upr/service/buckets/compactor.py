@@ -10,7 +10,7 @@ The sweep visits partitions that compaction does not.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -171,13 +171,6 @@ class Compactor:
         """Make ``run`` return after the current piece."""
         self._stopped.set()
         self._wanted.set()
-
-    async def whole(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run to completion even if the caller is cancelled."""
-        task = asyncio.create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-        return await finish_even_if_cancelled(task)
 
     async def finish(self) -> None:
         """Wait for what has begun, after ``stop``."""
@@ -442,7 +435,10 @@ class Compactor:
             NoRoomError: the disk or the map has no room for what is written anew.
             StorageFailedError: the store could not be written.
         """
-        return await self.whole(self._purge(partition, dry_run, worth))
+        task = asyncio.create_task(self._purge(partition, dry_run, worth))
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return await finish_even_if_cancelled(task)
 
     async def _purge(self, partition: int, dry_run: bool, worth: float) -> Purged:
         async with self.turn:

@@ -64,25 +64,14 @@ async def finish_even_if_cancelled(task: asyncio.Task[_T]) -> _T:
     return await asyncio.shield(task)
 
 
-class LeaseKeeper:
-    """Keeper of members' leases: ends them on time, also those of members whose call was lost."""
-
-    def __init__(self, owners: Owners) -> None:
-        self._owners = owners
-        self._stopping = asyncio.Event()
-
-    async def run(self) -> None:
-        """Check the leases when one may have ended, until ``stop``."""
-        loop = asyncio.get_running_loop()
-        while not self._stopping.is_set():
-            self._owners.tick(micros(loop.time()))
-            deadline = self._owners.deadline
-            left = LEASE_LOOK_SECONDS if deadline == NEVER else deadline / 1e6 - loop.time()
-            await pause(self._stopping, min(max(left, 0.001), LEASE_LOOK_SECONDS))
-
-    def stop(self) -> None:
-        """Make ``run`` return."""
-        self._stopping.set()
+async def end_leases(owners: Owners, stopping: asyncio.Event) -> None:
+    """End members' leases on time, also those of members whose call was lost, until ``stopping``."""
+    loop = asyncio.get_running_loop()
+    while not stopping.is_set():
+        owners.tick(micros(loop.time()))
+        deadline = owners.deadline
+        left = LEASE_LOOK_SECONDS if deadline == NEVER else deadline / 1e6 - loop.time()
+        await pause(stopping, min(max(left, 0.001), LEASE_LOOK_SECONDS))
 
 
 log = logging.getLogger(__name__)
@@ -95,27 +84,27 @@ class CutKeeper:
     """Keeper of cuts: creates, renews, releases and expires those of a bucket.
 
     Args:
-        now: returns microseconds since the epoch.
         durable: waits until a tail entry is on disk.
         stored: called when a change is stored.
+        stopping: set when ``run`` is to return, and new cuts are refused.
     """
 
     def __init__(
         self,
         disk: Disk,
         bucket: Bucket,
-        now: Callable[[], int],
         durable: Callable[[int], Awaitable[None]],
-        stored: Callable[[], None] = lambda: None,
+        stored: Callable[[], None],
+        stopping: asyncio.Event,
     ) -> None:
         self._stored = stored
         self._disk = disk
         self._bucket = bucket
         self._durable = durable
         self._cuts = bucket.cuts
-        self._now = now
+        self._now = disk.clock.now
         self._work: set[asyncio.Task[Any]] = set()
-        self._stopping = asyncio.Event()
+        self._stopping = stopping
 
     async def create(
         self, name: str, partitions: Sequence[int], lease: int, holder: str = ""
@@ -193,7 +182,7 @@ class CutKeeper:
     # In the background
 
     async def run(self) -> None:
-        """Release expired cuts, about once a second, until ``stop``."""
+        """Release expired cuts, about once a second, until ``stopping``."""
         while not self._stopping.is_set():
             self._expire()
             await pause(self._stopping, CUT_LOOK_SECONDS)
@@ -206,10 +195,6 @@ class CutKeeper:
         if ended:
             # If this fails, the row stays, and expires at the next start as well.
             self._begin(self._store({cut.name: None for cut in ended}))
-
-    def stop(self) -> None:
-        """Make ``run`` return, and refuse new cuts."""
-        self._stopping.set()
 
     async def finish(self) -> None:
         """Wait for changes that have begun."""
@@ -241,14 +226,10 @@ class CutKeeper:
         """Run to completion even if the caller is cancelled."""
         task = asyncio.create_task(work)
         self._work.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._work.discard)
+        # Retrieve the exception, or asyncio logs it as never retrieved.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._work.discard(task)
-        if not task.cancelled():
-            # Retrieve the exception, or asyncio logs it as never retrieved.
-            task.exception()
 
     async def _whole(self, work: Coroutine[Any, Any, _T]) -> _T:
         return await asyncio.shield(self._begin(work))
@@ -281,21 +262,16 @@ class ConsumerSaver:
         self._troubles = troubles
         self._one_at_a_time = asyncio.Lock()
         self._removing: Collection[str] = ()
-        self._stopping = asyncio.Event()
         self._begun: dict[asyncio.Task[None], str] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def run(self) -> None:
-        """Save about once a second until ``stop``, and retry failures."""
-        while not self._stopping.is_set():
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Save about once a second until ``stopping``, and retry failures; unsaved changes need one more ``save`` then."""
+        while not stopping.is_set():
             # Failed changes are kept for the retry, and the trouble is recorded.
             with suppress(OSError, lmdb.Error):
                 await self.save()
-            await pause(self._stopping, SAVE_SECONDS)
-
-    def stop(self) -> None:
-        """Make ``run`` return; unsaved changes need one more ``save``."""
-        self._stopping.set()
+            await pause(stopping, SAVE_SECONDS)
 
     async def save(self) -> None:
         """Store everything that was acknowledged up to now.
@@ -438,13 +414,16 @@ class ProducerKeeper:
 
     Args:
         flush: called to request a flush.
+        stopping: set when ``run`` is to return.
     """
 
-    def __init__(self, disk: Disk, bucket: Bucket, flush: Callable[[], None]) -> None:
+    def __init__(
+        self, disk: Disk, bucket: Bucket, flush: Callable[[], None], stopping: asyncio.Event
+    ) -> None:
         self._disk = disk
         self._bucket = bucket
         self._flush = flush
-        self._stopping = asyncio.Event()
+        self._stopping = stopping
 
     async def open(self, name: bytes) -> ProducerCall:
         """Return a call of a producer, loaded from the store if necessary.
@@ -486,7 +465,7 @@ class ProducerKeeper:
                 return rows
 
     async def run(self) -> None:
-        """Expire idle producers, until ``stop``."""
+        """Expire idle producers, until ``stopping``."""
         while not self._stopping.is_set():
             try:
                 await self.forget()
@@ -495,10 +474,6 @@ class ProducerKeeper:
                 # Expiry can wait: the next round retries.
                 self._disk.troubles.begins(trouble.PRODUCERS, error)
             await pause(self._stopping, FORGET_SECONDS)
-
-    def stop(self) -> None:
-        """Make ``run`` return."""
-        self._stopping.set()
 
     async def forget(self) -> int:
         """Expire idle producers, and the oldest above PRODUCERS_MAX; return how many.
