@@ -105,7 +105,7 @@ class ReplicaMethods:
         self, request: wire.GetTopologyRequest, context: Context
     ) -> wire.GetTopologyResponse:
         """Return what this server knows of its set."""
-        return self.topology(PERMIT.get().may_everywhere(RULES[_TOPOLOGY].roles))
+        return self.topology(PERMIT.get().identity.may_everywhere(RULES[_TOPOLOGY].roles))
 
     def topology(self, told_why: bool) -> wire.GetTopologyResponse:
         """Return it as a message.

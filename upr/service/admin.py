@@ -340,17 +340,17 @@ class AdminMethods:
         self, request: admin.ListBucketsRequest, context: Context
     ) -> admin.ListBucketsResponse:
         """Return the buckets that the caller may see by name, those that could not be opened too."""
-        permit, roles = PERMIT.get(), RULES[_LIST].roles
-        hosts = [h for h in self._catalog.hosts if permit.may(roles, h.bucket.identity.name)]
+        caller, roles = PERMIT.get().identity, RULES[_LIST].roles
+        hosts = [h for h in self._catalog.hosts if caller.may(roles, h.bucket.identity.name)]
         found = await asyncio.gather(*map(_bucket_info, hosts))
         infos = [info for info in found if info is not None]
         infos += [
-            _damaged_info(one) for one in self._catalog.damaged if permit.may(roles, one.name)
+            _damaged_info(one) for one in self._catalog.damaged if caller.may(roles, one.name)
         ]
         return admin.ListBucketsResponse(
             buckets=sorted(infos, key=lambda info: info.name),
             # Only to those that see all buckets: a replica drops what is not listed by a server of its set.
-            replica_set=self._catalog.replica_set if permit.replicates else "",
+            replica_set=self._catalog.replica_set if caller.may_everywhere(("replicate",)) else "",
             directory=self._catalog.directory_id,
         )
 
@@ -520,13 +520,13 @@ class AdminMethods:
     ) -> admin.GetStatusResponse:
         """Return the state and resources of the process."""
         anonymous, mapped = memory_bytes()
-        permit, roles = PERMIT.get(), RULES[_STATUS].roles
-        hosts = [h for h in self._catalog.hosts if permit.may(roles, h.bucket.identity.name)]
+        caller, roles = PERMIT.get().identity, RULES[_STATUS].roles
+        hosts = [h for h in self._catalog.hosts if caller.may(roles, h.bucket.identity.name)]
         buckets = [_bucket_status(host) for host in hosts]
-        damaged = [one for one in self._catalog.damaged if permit.may(roles, one.name)]
+        damaged = [one for one in self._catalog.damaged if caller.may(roles, one.name)]
         buckets += map(_damaged_status, damaged)
         # They have paths of keys and names of identities.
-        problems = self._process.problems() if permit.may_everywhere(("admin",)) else ()
+        problems = self._process.problems() if caller.may_everywhere(("admin",)) else ()
         return admin.GetStatusResponse(
             server_version=__version__,
             server_id=self._process.server_id,

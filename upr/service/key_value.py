@@ -589,7 +589,8 @@ class _WriteCall:
             if self._producer is not None:
                 self._producer.check(write.number, write.previous_number)
             block = block_of_write(write)
-            if self._permit.prefixes and not all_begin_with(block, self._permit.prefixes):
+            prefixes = self._permit.identity.prefixes
+            if prefixes and not all_begin_with(block, prefixes):
                 raise self._permit.refused_keys()
             return pending, block
         except UprError as error:

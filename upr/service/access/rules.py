@@ -151,6 +151,7 @@ class Permit:
 
     Attributes:
         ended: whether it was ended so.
+        identity: of the caller, as it is in the file of identities now.
     """
 
     def __init__(
@@ -166,28 +167,10 @@ class Permit:
         self._method = method
         self._peer = peer
         self._rule = rule
-        self._identity = identity
+        self.identity = identity
         self._may_destroy = may_destroy
         self._end = end
         self._checked: tuple[str, Collection[str]] | None = None
-
-    def may(self, roles: Iterable[str], bucket: str) -> bool:
-        """Return whether the caller has one of the roles for a bucket."""
-        return self._identity.may(roles, bucket)
-
-    def may_everywhere(self, roles: Iterable[str]) -> bool:
-        """Return whether the caller has one of the roles for all buckets."""
-        return self._identity.may_everywhere(roles)
-
-    @property
-    def replicates(self) -> bool:
-        """Whether the caller may be a replica, and so sees all buckets."""
-        return self._identity.may_everywhere(("replicate",))
-
-    @property
-    def prefixes(self) -> tuple[bytes, ...]:
-        """Beginnings of the keys that the caller may read and write; empty for all keys."""
-        return self._identity.prefixes
 
     def producer(self, name: str) -> bytes:
         """Return the name under which a caller's producer is kept.
@@ -195,10 +178,10 @@ class Permit:
         Who may write some keys has producers of its own: numbers that it used up in another's name would have that one's next
         writes taken for repetitions.
         """
-        if not self._identity.prefixes:
+        if not self.identity.prefixes:
             return name.encode()
         # Names have no null byte.
-        both = f"{self._identity.name}\0{name}".encode()
+        both = f"{self.identity.name}\0{name}".encode()
         return hashlib.blake2b(both, digest_size=16).hexdigest().encode()
 
     def check(self, request: Any) -> None:
@@ -231,26 +214,26 @@ class Permit:
                 if self._rule.keys is None
                 else "leave out the consumer's name, and keep positions in a file",
             )
-        begins = methodcaller("startswith", self._identity.prefixes)
+        begins = methodcaller("startswith", self.identity.prefixes)
         if next(filterfalse(begins, asked), None) is not None:
             raise self.refused_keys()
 
     def refused_keys(self) -> UprError:
         """Return the error of a caller that asks for a key, or writes one, that its roles are not for; log it."""
-        few = " or ".join(shown(x.decode()) for x in self._identity.prefixes[:_PREFIXES_SHOWN])
+        few = " or ".join(shown(x.decode()) for x in self.identity.prefixes[:_PREFIXES_SHOWN])
         return self._refused(
             "asks for keys that the caller's roles are not for",
             f"ask for keys that begin with {few}; a follower gives that as its key prefix",
         )
 
     def _check_bucket(self, bucket: str, roles: Collection[str], request: Any) -> None:
-        if not self._identity.may_partly(roles, bucket):
+        if not self.identity.may_partly(roles, bucket):
             # The same words whether or not there is such a bucket: the catalog was not looked at.
             raise self._refused(
                 f"takes the role {' or '.join(sorted(roles))} for this bucket",
                 _ROLES_HINT,
             )
-        if self._identity.prefixes:
+        if self.identity.prefixes:
             self._check_keys(request)
         self._checked = bucket, roles
 
@@ -260,7 +243,7 @@ class Permit:
         Raises:
             PermissionDeniedError: the caller has the role for no bucket; for a method about the server, not for all.
         """
-        rule, identity = self._rule, self._identity
+        rule, identity = self._rule, self.identity
         if rule.is_open:
             return
         everywhere = rule.scope is Scope.SERVER
@@ -275,20 +258,20 @@ class Permit:
     def _refused(self, why: str, hint: str) -> PermissionDeniedError | UnauthenticatedError:
         name = self._method.rpartition("/")[2]
         error: PermissionDeniedError | UnauthenticatedError
-        if self._identity is NOBODY:
+        if self.identity is NOBODY:
             error = UnauthenticatedError(
                 f"{name} takes a token or a certificate that is in the file of identities",
                 hint=_HINT,
             )
         else:
-            words = f"{name} {why}; the caller is {self._identity.name!r}"
+            words = f"{name} {why}; the caller is {self.identity.name!r}"
             error = PermissionDeniedError(words, hint=hint)
         _tell(self._method, self._peer, error)
         return error
 
     def renew(self, identities: Identities) -> None:
         """Take the identity as it is now, and end the call if that would not be admitted any more."""
-        old = self._identity
+        old = self.identity
         if old is OWNER or old is NOBODY:
             return
         new, checked = identities.named(old.name), self._checked
@@ -297,7 +280,7 @@ class Permit:
             and replace(new, roles=old.roles) == old
             and (checked is None or new.may_partly(checked[1], checked[0]))
         ):
-            self._identity = new
+            self.identity = new
         elif not self.ended and self._end is not None:
             self.ended = True
             self._end()
@@ -339,6 +322,9 @@ class Access:
         certificates: whether clients have certificates that were verified.
         open_admin: whether anyone may destroy where there are no identities.
 
+    Attributes:
+        watched: the file of identities, if there is one.
+
     Raises:
         UprError, OSError: the file cannot be read.
     """
@@ -346,9 +332,9 @@ class Access:
     def __init__(
         self, tokens: Path | None = None, certificates: bool = False, open_admin: bool = False
     ) -> None:
-        self._identities: Watched[Identities] | None = None
+        self.watched: Watched[Identities] | None = None
         if tokens is not None:
-            self._identities = Watched(
+            self.watched = Watched(
                 "the file of identities", (tokens,), lambda: read_identities(tokens)
             )
         self._certificates = certificates
@@ -358,12 +344,7 @@ class Access:
     @property
     def has_identities(self) -> bool:
         """Whether callers are known."""
-        return self._identities is not None or self._certificates
-
-    @property
-    def watched(self) -> "Watched[Identities] | None":
-        """The file of identities."""
-        return self._identities
+        return self.watched is not None or self._certificates
 
     def admit(self, method: str, context: Any, end: Callable[[], object] | None = None) -> Permit:
         """Return the permit of a call of which nothing was read.
@@ -398,9 +379,9 @@ class Access:
         if not self.has_identities:
             return ANYONE
         try:
-            if self._identities is None or not shown:
+            if self.watched is None or not shown:
                 raise UnauthenticatedError(f"{page} takes a token", hint=_HINT)
-            caller = _of_token(self._identities.value, shown)
+            caller = _of_token(self.watched.value, shown)
             if not (caller.may_everywhere if everything else caller.may_somewhere)(VIEWERS):
                 words = f"{page} takes the role read or admin for {'all buckets' if everything else 'a bucket'}"
                 raise PermissionDeniedError(f"{words}; the caller is {caller.name!r}")
@@ -422,9 +403,9 @@ class Access:
 
     def identities_changed(self) -> None:
         """End calls whose identity is not in the file any more, or has lost the role that admitted them."""
-        assert self._identities is not None
+        assert self.watched is not None
         for permit in list(self._long):
-            permit.renew(self._identities.value)
+            permit.renew(self.watched.value)
 
     def _caller(self, context: Any, peer: str) -> Identity:
         """Return who calls.
@@ -435,9 +416,9 @@ class Access:
         if peer.startswith("unix:"):
             # No other Unix socket is listened on. Only its owner can connect, who could change the files as well.
             return OWNER
-        if self._identities is None:
+        if self.watched is None:
             return ANYONE
-        identities = self._identities.value
+        identities = self.watched.value
         for key, value in context.invocation_metadata() or ():
             if key == "authorization":
                 return _of_token(identities, value if isinstance(value, str) else "")
