@@ -273,6 +273,7 @@ class Conversation:
         follower: its streams.
         ending: why the call ends, None while it does not.
         over: whether Ended was sent, so that only the client's half-close is awaited.
+        starts: Starts that wait for a search of the store.
         waiting: the number of answers not sent yet.
     """
 
@@ -297,7 +298,7 @@ class Conversation:
         self.before_frames: Callable[[], wire.FollowResponse | None] = lambda: None
         """Returns what must be sent before the next frame, None for nothing."""
         self.follower = Follower(bucket, options, credit, wake)
-        self._starts = WaitingStarts(self._answer)
+        self.starts = WaitingStarts(self._answer)
         old = bucket.add_follower(self.follower, micros(now))
         if old is not None:
             old.end_call(SUPERSEDED)
@@ -310,7 +311,7 @@ class Conversation:
     @property
     def waiting(self) -> int:
         """Return the number of answers not sent yet."""
-        return len(self._out) + len(self._starts)
+        return len(self._out) + len(self.starts)
 
     @property
     def is_urgent(self) -> bool:
@@ -333,7 +334,7 @@ class Conversation:
         """End all streams and the call."""
         if self.ending is None:
             self.ending = why
-            self._starts.clear()
+            self.starts.clear()
             self.follower.end_all(why)
 
     # Messages of the client
@@ -369,7 +370,7 @@ class Conversation:
             self._start(request.start)
         elif kind == "stop":
             self._check_count("Stop", len(request.stop.partitions))
-            self._starts.stop(request.stop.partitions)
+            self.starts.stop(request.stop.partitions)
             self.follower.stop(request.stop.partitions)
         elif kind == "credit":
             self.follower.credit.give_back(request.credit.bytes)
@@ -385,7 +386,7 @@ class Conversation:
         plain = PlainStarts.read(start.table, start.until_now)
         requests = [_request(one) for one in start.partitions]
         told = b""
-        if len(self._starts) or any(one.needs_search for one in requests):
+        if len(self.starts) or any(one.needs_search for one in requests):
             # Answer in the order of the requests.
             requests += plain.requests(np.ones(len(plain.partitions), bool))
         elif len(plain.partitions):
@@ -395,15 +396,7 @@ class Conversation:
         if told:
             self._answer(requests, (), told)
         else:
-            self._starts.take(requests)
-
-    def next_search(self) -> list[tuple[int, int]] | None:
-        """Return the (partition, time) pairs of the next search; None if none is needed."""
-        return self._starts.next_search()
-
-    def found(self, results: Sequence[Found]) -> None:
-        """Add the results of a search, and answer the Starts that waited for it."""
-        self._starts.found(results)
+            self.starts.take(requests)
 
     def _answer(
         self, requests: Sequence[StartRequest], stopped: Iterable[int], told: bytes = b""

@@ -25,7 +25,7 @@ from upr.engine.streams import (
     FrameOut,
     too_slow,
 )
-from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.bucket_service import BucketService, unreadable
 from upr.service.calls import parsed
 from upr.service.conversation import PLAIN_AT_ONCE_BYTES, Conversation, Found, Outgoing
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, seconds_of_streams
@@ -35,7 +35,6 @@ from upr.service.overload.sending import Sender, SendingRoom
 from upr.service.sight import tracing
 from upr.service.sight.counting import count_reason
 from upr.service.tables import TableFeed
-from upr.service.trouble import words_of
 from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
 from upr_protocol.block import START
@@ -395,7 +394,7 @@ class FollowCall:
             await self._sent.wait()
 
     def _begin_search(self) -> None:
-        wanted = self._talk.next_search()
+        wanted = self._talk.starts.next_search()
         if wanted is not None:
             self._begin(self._search_store(wanted))
 
@@ -407,30 +406,15 @@ class FollowCall:
     async def _search_store(self, wanted: list[tuple[int, int]]) -> None:
         """Search the store for the beginnings of streams from a time."""
         try:
-            self._talk.found(await search_stored(self._host, wanted))
+            self._talk.starts.found(await search_stored(self._host, wanted))
         except BucketGoneError:
             return
         self._wake.set()
 
     async def _read_store(self, requests: list[ReadRequest], max_bytes: int) -> None:
-        try:
-            options = self.follower.options
-            results = await self._host.read(
-                requests,
-                max_bytes,
-                showing=options.showing,
-                accept_zstd=options.accept_zstd,
-            )
-            self.follower.feed(results)
-        except BucketGoneError:
+        if not await self._host.read_for(self.follower, requests, max_bytes):
             # The call ends, and gives the room back.
             return
-        except Exception as error:
-            log.exception("a read of the store failed")
-            damaged = DataDamagedError(
-                f"the store cannot be read: {words_of(error)}", retriable=True
-            )
-            self.follower.read_failed(damaged, requests)
         self._reserved = 0
         self._account()
         if self.follower.ready_bytes > FRAME_BYTES and self._room.exceeds(self._sending):
@@ -465,10 +449,7 @@ async def search_stored(host: BucketService, wanted: Sequence[tuple[int, int]]) 
         try:
             results += await host.disk.in_reader(partial(search_time, host.disk.store, left))
         except (OSError, lmdb.Error) as error:
-            damaged = DataDamagedError(
-                f"the store cannot be read: {words_of(error)}", retriable=True
-            )
-            return [*results, *(damaged for _ in left)]
+            return [*results, *([unreadable(error)] * len(left))]
     host.found_damaged(
         {
             partition: result

@@ -23,6 +23,7 @@ import numpy as np
 from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket, Written
+from upr.engine.follower import Follower
 from upr.engine.partitions import ACTIVE, DEAD, REPLICA
 from upr.engine.producers import ProducerCall
 from upr.engine.recovery import Recovered, Undo, recover
@@ -50,13 +51,14 @@ from upr.service.buckets.serving import Serving, not_active
 from upr.service.clock import Clock
 from upr.service.trouble import words_of
 from upr.storage.journal import Commit, NumberedWrite
-from upr.storage.read import ReadResult, Showing, read_blocks
+from upr.storage.read import read_blocks
 from upr.storage.search import TailKeys
 from upr.storage.store import Identity, ReadRequest
 from upr.storage.undone import write_undone
 from upr_protocol.block import OP_DELETE, Block
 from upr_protocol.errors import (
     BucketGoneError,
+    DataDamagedError,
     InvalidArgumentError,
     NoRoomError,
     ShuttingDownError,
@@ -79,6 +81,11 @@ _QUOTA_SECONDS = 1.0
 def new_failover_id() -> int:
     """Draw a failover id: 64 random bits, never 0."""
     return 1 + secrets.randbelow(FAILOVER_ID_MAX)
+
+
+def unreadable(error: BaseException) -> DataDamagedError:
+    """Return the error of what cannot be read because of another one; it may pass."""
+    return DataDamagedError(f"the store cannot be read: {words_of(error)}", retriable=True)
 
 
 def only_deletes(block: Block) -> bool:
@@ -774,26 +781,34 @@ class BucketService:
 
     # Reading
 
-    async def read(
-        self,
-        requests: Sequence[ReadRequest],
-        max_bytes: int,
-        *,
-        showing: Showing,
-        accept_zstd: bool = False,
-    ) -> list[ReadResult]:
-        """Read stored blocks in a reader thread; record damaged partitions for the status."""
-        results = await self.disk.in_reader(
-            lambda: read_blocks(
-                self.disk.store,
-                requests,
-                max_bytes,
-                showing=showing,
-                accept_zstd=accept_zstd,
-            ),
-        )
-        self.found_damaged({r.request.partition: r.error for r in results if r.error is not None})
-        return results
+    async def read_for(
+        self, follower: Follower, requests: Sequence[ReadRequest], max_bytes: int
+    ) -> bool:
+        """Read stored blocks in a reader thread, and feed a follower with them; False if the bucket was dropped.
+
+        Damaged partitions are recorded for the status. A read that fails as a whole ends the streams that it is for.
+        """
+        options = follower.options
+        try:
+            results = await self.disk.in_reader(
+                lambda: read_blocks(
+                    self.disk.store,
+                    requests,
+                    max_bytes,
+                    showing=options.showing,
+                    accept_zstd=options.accept_zstd,
+                ),
+            )
+            self.found_damaged(
+                {r.request.partition: r.error for r in results if r.error is not None}
+            )
+            follower.feed(results)
+        except BucketGoneError:
+            return False
+        except Exception as error:
+            log.exception("a read of the store failed")
+            follower.read_failed(unreadable(error), requests)
+        return True
 
     def found_damaged(self, failed: Mapping[int, UprError]) -> None:
         """Record partitions whose stored blocks could not be read, for the status and the log."""

@@ -35,10 +35,9 @@ from upr.service.text.lines import (
     split_token,
     token_of,
 )
-from upr.service.trouble import words_of
 from upr.storage.store import ReadRequest
 from upr_protocol.block import U64, Block
-from upr_protocol.errors import BucketGoneError, DataDamagedError, UprError
+from upr_protocol.errors import BucketGoneError, UprError
 from upr_protocol.flow import CreditWindow
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 from upr_protocol.wire.codec import decode_block
@@ -236,17 +235,7 @@ class Feed:
     async def read(self, requests: list[ReadRequest], max_bytes: int) -> None:
         """Read the store."""
         try:
-            options = self.follower.options
-            results = await self._host.read(requests, max_bytes, showing=options.showing)
-            self.follower.feed(results)
-        except BucketGoneError:
-            return
-        except Exception as error:
-            log.exception("a read of the store failed")
-            damaged = DataDamagedError(
-                f"the store cannot be read: {words_of(error)}", retriable=True
-            )
-            self.follower.read_failed(damaged, requests)
+            await self._host.read_for(self.follower, requests, max_bytes)
         finally:
             self._reserved = 0
             self._wake()
