@@ -17,7 +17,7 @@ from upr.engine.partitions import DEAD
 from upr.engine.streams import POSITIONS_RESET
 from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.catalog import Catalog, DamagedBucket
+from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.following import Following
 from upr.service.calls import answering, chosen_partitions, loop_micros
 from upr.service.clock import Clock
@@ -71,12 +71,6 @@ async def _bucket_info(host: BucketService) -> admin.BucketInfo | None:
         used_bytes=used,
         quota_bytes=host.disk.quota.limit,
         problem=problem_of(problem) if problem is not None else None,
-    )
-
-
-def _damaged_info(damaged: DamagedBucket) -> admin.BucketInfo:
-    return admin.BucketInfo(
-        name=damaged.name, version=damaged.version, problem=problem_of(damaged.problem)
     )
 
 
@@ -241,14 +235,6 @@ def look_through(host: BucketService, first: int, contents: Contents) -> None:
         contents.unmerged_bytes[partition] = sum(sizes) - max(sizes, default=0)
 
 
-def _clock_status(clock: Clock) -> admin.ClockStatus:
-    return admin.ClockStatus(
-        off_seconds=clock.off_seconds,
-        jumped_seconds=clock.jumped_seconds,
-        left_seconds=clock.left_seconds,
-    )
-
-
 def _loop_delays(delays: LoopDelays) -> list[admin.LoopDelay]:
     bounds = [*(bound / 1e3 for bound in BOUNDS_MS), None]
     return [
@@ -318,12 +304,6 @@ def _bucket_status(host: BucketService) -> admin.BucketStatus:
     )
 
 
-def _damaged_status(damaged: DamagedBucket) -> admin.BucketStatus:
-    return admin.BucketStatus(
-        name=damaged.name, version=damaged.version, problem=problem_of(damaged.problem)
-    )
-
-
 class AdminMethods:
     """Methods of AdminService.
 
@@ -345,7 +325,9 @@ class AdminMethods:
         found = await asyncio.gather(*map(_bucket_info, hosts))
         infos = [info for info in found if info is not None]
         infos += [
-            _damaged_info(one) for one in self._catalog.damaged if caller.may(roles, one.name)
+            admin.BucketInfo(name=one.name, version=one.version, problem=problem_of(one.problem))
+            for one in self._catalog.damaged
+            if caller.may(roles, one.name)
         ]
         return admin.ListBucketsResponse(
             buckets=sorted(infos, key=lambda info: info.name),
@@ -520,11 +502,15 @@ class AdminMethods:
     ) -> admin.GetStatusResponse:
         """Return the state and resources of the process."""
         anonymous, mapped = memory_bytes()
+        clock = self._process.clock
         caller, roles = PERMIT.get().identity, RULES[_STATUS].roles
         hosts = [h for h in self._catalog.hosts if caller.may(roles, h.bucket.identity.name)]
         buckets = [_bucket_status(host) for host in hosts]
-        damaged = [one for one in self._catalog.damaged if caller.may(roles, one.name)]
-        buckets += map(_damaged_status, damaged)
+        buckets += [
+            admin.BucketStatus(name=one.name, version=one.version, problem=problem_of(one.problem))
+            for one in self._catalog.damaged
+            if caller.may(roles, one.name)
+        ]
         # They have paths of keys and names of identities.
         problems = self._process.problems() if caller.may_everywhere(("admin",)) else ()
         return admin.GetStatusResponse(
@@ -538,7 +524,11 @@ class AdminMethods:
             buckets=sorted(buckets, key=lambda bucket: bucket.name),
             loop_delays=_loop_delays(self._process.delays),
             longest_loop_delay_seconds=self._process.delays.longest_ms / 1e3,
-            clock=_clock_status(self._process.clock),
+            clock=admin.ClockStatus(
+                off_seconds=clock.off_seconds,
+                jumped_seconds=clock.jumped_seconds,
+                left_seconds=clock.left_seconds,
+            ),
             problems=[problem_of(problem) for problem in problems],
             text_port=self._process.text_port(),
             part=self._process.part(),

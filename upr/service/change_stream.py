@@ -24,7 +24,6 @@ from upr.service.overload.pace import Rounds
 from upr.service.overload.sending import SendingRoom
 from upr.service.tables import cut_message
 from upr.service.trouble import words_of
-from upr_protocol.block import U64
 from upr_protocol.errors import (
     InvalidArgumentError,
     PositionDamagedError,
@@ -134,8 +133,8 @@ def _begin_save(
             request.consumer,
             request.generation,
             hold.partitions,
-            _u64_column([message.failover_id for message in allowed]),
-            _u64_column([message.seqno for message in allowed]),
+            np.array([message.failover_id for message in allowed], np.uint64),
+            np.array([message.seqno for message in allowed], np.uint64),
             [message.SerializeToString() for message in allowed],
             host.disk.clock.now(),
         )
@@ -154,10 +153,6 @@ def _check_highs(bucket: Bucket, hold: Hold, positions: Sequence[wire.Position])
                 f"the position of partition {message.partition} is at seqno {message.seqno}; must be at most its high seqno {high}",
                 hint="save only positions received from this server",
             )
-
-
-def _u64_column(values: list[int]) -> U64:
-    return np.array(values, np.uint64)
 
 
 def _is_position(data: bytes) -> bool:

@@ -484,7 +484,24 @@ class Catalog:
                 f"compression {shown(compression)} is unknown",
                 hint="must be empty for none, or zstd",
             )
-        self._check_new(name)
+        if self._stopping:
+            raise ShuttingDownError("the server is stopping", hint="connect again")
+        known = (self._hosts, self._creating, self._damaged, self._reopening)
+        if any(name in names for names in known):
+            raise AlreadyExistsError(
+                f"bucket {shown(name)} exists", hint="drop it, or take another name"
+            )
+        if not self._may_create(name):
+            raise self._missing(name)
+        if self._count >= (most := buckets_max()):
+            short = most < BUCKETS_MAX
+            raise TooManyError(
+                f"buckets of the server are {self._count}; must be below {most}",
+                hint="raise the limit of open files with 'ulimit -n'"
+                if short
+                else "drop one, or start another server",
+                retriable=False,
+            )
 
     async def create(
         self,
@@ -529,26 +546,6 @@ class Catalog:
     @property
     def _count(self) -> int:
         return len(self._hosts) + len(self._damaged) + len(self._creating)
-
-    def _check_new(self, name: str) -> None:
-        if self._stopping:
-            raise ShuttingDownError("the server is stopping", hint="connect again")
-        known = (self._hosts, self._creating, self._damaged, self._reopening)
-        if any(name in names for names in known):
-            raise AlreadyExistsError(
-                f"bucket {shown(name)} exists", hint="drop it, or take another name"
-            )
-        if not self._may_create(name):
-            raise self._missing(name)
-        if self._count >= (most := buckets_max()):
-            short = most < BUCKETS_MAX
-            raise TooManyError(
-                f"buckets of the server are {self._count}; must be below {most}",
-                hint="raise the limit of open files with 'ulimit -n'"
-                if short
-                else "drop one, or start another server",
-                retriable=False,
-            )
 
     async def _create(
         self, name: str, compression: str, version: int, quota: int, active: bool
