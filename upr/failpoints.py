@@ -93,26 +93,18 @@ def _action(name: str, spec: str) -> Callable[[], None]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         return kill
-    if kind == "error":
-        code_name, _, count = rest.partition(":")
+    if kind in ("error", "error-while"):
+        code_name, _, when = rest.partition(":")
         code = getattr(errno, code_name)
 
         def fail() -> None:
             nonlocal hits
             hits += 1
-            if not count or hits == int(count):
+            fails = not when or hits == int(when) if kind == "error" else os.path.exists(when)
+            if fails:
                 raise OSError(code, f"{os.strerror(code)} (failpoint {name})")
 
         return fail
-    if kind == "error-while":
-        code_name, _, path = rest.partition(":")
-        code = getattr(errno, code_name)
-
-        def fail_while() -> None:
-            if os.path.exists(path):
-                raise OSError(code, f"{os.strerror(code)} (failpoint {name})")
-
-        return fail_while
     raise ValueError(f"failpoint {name}: unknown action {spec!r}")
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from upr.cli.keys import bucket_there
-from upr.cli.load import Durability, durability_option
+from upr.cli.keys import Durability, bucket_there, durability_option
 from upr_cli_kit.options import open_client, server_options
 from upr_cli_kit.output import Progress, json_option, print_json, verbose_option
 from upr_protocol.errors import UnavailableError, UprError

@@ -3,11 +3,10 @@
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import click
 
-from upr.cli.load import Durability, durability_option
 from upr_cli_kit.options import PARTITION_SET, open_client, server_options
 from upr_cli_kit.output import json_option, print_json, verbose_option
 from upr_protocol.errors import UprError, shown
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+Durability = Literal["disk", "memory", "replicated(1)", "replicated(2)", "replicated(3)"]
 _RETRY_SECONDS = 10.0
 """Time for which a write is tried again: somebody waits for it."""
 
@@ -33,6 +33,16 @@ def bucket_there(client: "Client", name: str) -> "Bucket":
     # A server that was never there is a wrong address; one that goes away later is waited for.
     client.admin.partitions(bucket, [0])
     return bucket
+
+
+def durability_option(function: _F) -> _F:
+    return click.option(
+        "--durability",
+        type=click.Choice(get_args(Durability)),
+        default="disk",
+        show_default=True,
+        help="When the server acknowledges a write.",
+    )(function)
 
 
 def _write_options(function: _F) -> _F:

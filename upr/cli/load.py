@@ -7,32 +7,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar, get_args
+from typing import IO, Any, TypeVar
 
 import click
 
+from upr.cli.keys import Durability, bucket_there, durability_option
 from upr_cli_kit.options import open_client, server_options
 from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_option
 from upr_cli_kit.times import duration
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-Durability = Literal["disk", "memory", "replicated(1)", "replicated(2)", "replicated(3)"]
 Row = tuple[bytes, bytes | None]
 
 _PORTION_BYTES = 8 * 2**20
 _PORTION_ROWS = 20_000
 _SKIPS_SHOWN = 100
-
-
-def durability_option(function: _F) -> _F:
-    return click.option(
-        "--durability",
-        type=click.Choice(get_args(Durability)),
-        default="disk",
-        show_default=True,
-        help="When the server acknowledges a write.",
-    )(function)
 
 
 def _load_options(function: _F) -> _F:
@@ -96,9 +86,7 @@ def _loader(
     log.setLevel(logging.INFO)
     try:
         with open_client(target, retry_seconds=retry_seconds) as client:
-            written = client.bucket(bucket)
-            # A server that was never there is a wrong address; one that goes away later is waited for.
-            client.admin.partitions(written, [0])
+            written = bucket_there(client, bucket)
             yield Loader(lambda rows: written.write_many(rows, durability))
     finally:
         log.removeHandler(handler)
