@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -386,7 +387,7 @@ async def demonstrate(repo: Path, folder: Path) -> bool:
         if skipped.limit:
             say(f"skipped   {skipped}")
 
-    with GitHistory(repo, on_skip) as history:
+    with closing(GitHistory(repo, on_skip)) as history:
         say(
             f"history   {repo}: {len(history.commits)} commits from the root to {history.commits[-1][:12]}"
         )

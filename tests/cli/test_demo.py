@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,7 @@ def test_a_difference_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str
     repo.make()
     tree = Tree("sha1")
     tree.apply(batch(0, (b"a", b"1")))
-    with GitHistory(repo.folder) as history:
+    with closing(GitHistory(repo.folder)) as history:
         list(history.changes())
         assert not compare(history, tree)
         assert "1 of 2 blobs DIFFER" in capsys.readouterr().out

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import IO, ClassVar, Self
+from typing import IO, ClassVar
 
 from upr_protocol.errors import UprError
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
@@ -29,10 +28,6 @@ class GitError(UprError):
     """git could not be run, or the repository cannot be read."""
 
     default_reason: ClassVar[str] = "GIT"
-
-
-class NoCommitsError(GitError):
-    """The repository has no commits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +106,19 @@ def _first_line(text: bytes) -> str:
 
 
 class GitHistory:
-    """The history of the repository's HEAD, from the root commit; a context manager.
+    """The history of the repository's HEAD, from the root commit.
 
     Args:
         repo: the work tree, a folder in it, or a bare repository.
         on_skip: called for everything that is left out.
         value_bytes_max: a larger blob is left out, and its path deleted.
 
+    Attributes:
+        commits: their names, the first one first.
+        left_out: paths that are, at the commit read last, in the repository's tree but not among the mutations.
+
     Raises:
-        GitError: it is not a repository, or git cannot be run.
-        NoCommitsError: it has no commits.
+        GitError: it is not a repository, or has no commits, or git cannot be run.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class GitHistory:
         try:
             run_git(repo, "rev-parse", "--verify", "--quiet", "HEAD^{commit}")
         except GitError as error:
-            raise NoCommitsError(
+            raise GitError(
                 f"the repository {repo} has no commits at HEAD", hint="nothing to load"
             ) from error
         listed = run_git(repo, "rev-list", "--first-parent", "--reverse", "HEAD")
@@ -145,23 +143,7 @@ class GitHistory:
         self._value_bytes_max = value_bytes_max
         self._processes: list[subprocess.Popen[bytes]] = []
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
-        self._left_out: set[bytes] = set()
-
-    @property
-    def left_out(self) -> frozenset[bytes]:
-        """The paths that are, at the commit read last, in the repository's tree but not among the mutations."""
-        return frozenset(self._left_out)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        self.left_out: set[bytes] = set()
 
     def close(self) -> None:
         """End git's processes."""
@@ -212,13 +194,13 @@ class GitHistory:
             skipped = self._skip(entry, words, limit=True)
         was_there = (
             entry.old_mode not in (_ABSENT, _GITLINK)
-            and entry.path not in self._left_out
+            and entry.path not in self.left_out
             and len(entry.path) <= KEY_BYTES_MAX
         )
         if skipped is not None and skipped.limit:
-            self._left_out.add(entry.path)
+            self.left_out.add(entry.path)
         else:
-            self._left_out.discard(entry.path)
+            self.left_out.discard(entry.path)
         # What is left out is deleted if it was there: with its old content the tree would be one that never was.
         return FileChange(entry.commit, entry.path, blob) if blob is not None or was_there else None
 

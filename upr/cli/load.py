@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -215,7 +215,7 @@ def load_git(
             note(f"skipped {what}")
 
     with (
-        GitHistory(repo, on_skip) as history,
+        closing(GitHistory(repo, on_skip)) as history,
         _loader(target, bucket, durability, retry_seconds) as loader,
     ):
         progress = Progress("commits", len(history.commits))
