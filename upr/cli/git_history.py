@@ -146,7 +146,6 @@ class GitHistory:
         self.left_out: set[bytes] = set()
 
     def close(self) -> None:
-        """End git's processes."""
         for process in self._processes:
             process.kill()
             for pipe in (process.stdin, process.stdout):

@@ -64,7 +64,6 @@ class Loader:
         return True
 
     def flush(self) -> None:
-        """Write what was taken."""
         if not self._rows:
             return
         rows, self._rows, self._bytes = self._rows, [], 0

@@ -188,7 +188,6 @@ class Process:
         follow_calls, write_calls: return how many calls are open.
         text_port: returns the state of the text port, None without one.
         delays: how late the event loop was.
-        clock: the server's.
         problems: returns what is wrong with the server beside its buckets.
         part: returns its part in its set of servers; None for a server that is always alone.
         troubles: returns what is wrong with that, by kind; None where nothing is. ``problems`` has it too.
@@ -305,11 +304,7 @@ def _bucket_status(host: BucketService) -> admin.BucketStatus:
 
 
 class AdminMethods:
-    """Methods of AdminService.
-
-    Args:
-        process: shown by GetStatus.
-    """
+    """Methods of AdminService."""
 
     def __init__(self, catalog: Catalog, process: Process) -> None:
         self._catalog = catalog
@@ -340,7 +335,6 @@ class AdminMethods:
     async def CreateBucket(
         self, request: admin.CreateBucketRequest, context: Context
     ) -> admin.CreateBucketResponse:
-        """Create an empty bucket."""
         check_quota(request.quota_bytes)
         host = await self._catalog.ordered.create(
             request.name, request.compression, quota=request.quota_bytes
@@ -356,7 +350,6 @@ class AdminMethods:
     async def SetBucketQuota(
         self, request: admin.SetBucketQuotaRequest, context: Context
     ) -> admin.SetBucketQuotaResponse:
-        """Set a bucket's quota."""
         self._catalog.check_active()
         host = self._catalog.find(request.bucket)
         await host.set_quota(check_quota(request.quota_bytes))
@@ -500,7 +493,6 @@ class AdminMethods:
     async def GetStatus(
         self, request: admin.GetStatusRequest, context: Context
     ) -> admin.GetStatusResponse:
-        """Return the state and resources of the process."""
         anonymous, mapped = memory_bytes()
         clock = self._process.clock
         caller, roles = PERMIT.get().identity, RULES[_STATUS].roles
@@ -575,7 +567,6 @@ class AdminMethods:
     async def GetPartitions(
         self, request: admin.GetPartitionsRequest, context: Context
     ) -> admin.GetPartitionsResponse:
-        """Return the state of partitions."""
         bucket = self._catalog.find(request.bucket).bucket
         table = bucket.partitions
         infos = []

@@ -175,11 +175,9 @@ class ChangeStreamMethods:
     """Methods of ChangeStreamService.
 
     Args:
-        intake: where the messages of calls arrive.
         server_id: random, drawn at each start of the server.
         heartbeat_seconds: for clients that ask for none.
         reader_seconds: longest time that a consumer's connection may accept nothing while data waits.
-        callers: the calls of the server.
     """
 
     def __init__(
@@ -256,7 +254,6 @@ class ChangeStreamMethods:
     async def RenewCut(
         self, request: wire.RenewCutRequest, context: Context
     ) -> wire.RenewCutResponse:
-        """Renew a cut's lease."""
         self._catalog.check_active()
         host = self._catalog.of(request)
         lease = lease_micros(request.lease_seconds)
@@ -267,7 +264,6 @@ class ChangeStreamMethods:
     async def ReleaseCut(
         self, request: wire.ReleaseCutRequest, context: Context
     ) -> wire.ReleaseCutResponse:
-        """Release a cut."""
         self._catalog.check_active()
         host = self._catalog.of(request)
         released = await host.cuts.release(check_name(request.name, "cut"))

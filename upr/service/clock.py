@@ -107,7 +107,6 @@ class Clock:
         self._look(today)
 
     def now(self) -> int:
-        """Return the time."""
         passed = self._boot() - self._booted
         if passed >= _SECOND:
             self._at, self._booted = self._after(passed), self._booted + passed

@@ -310,7 +310,6 @@ class Conversation:
 
     @property
     def waiting(self) -> int:
-        """Return the number of answers not sent yet."""
         return len(self._out) + len(self.starts)
 
     @property

@@ -151,7 +151,6 @@ class FollowCall:
         self.end(HISTORY_CHANGED if reopened else BUCKET_GONE)
 
     def close(self) -> None:
-        """Forget the follower."""
         self._arriving.close()
         if self._trace is not None:
             self._trace.close()

@@ -278,8 +278,6 @@ class KeyValueMethods:
 
     Attributes:
         bulk: turns of the calls with large writes.
-        callers: who calls.
-        delays: of the event loop.
     """
 
     def __init__(
@@ -483,7 +481,6 @@ class _WriteCall:
         return False
 
     def close(self) -> None:
-        """Close the producer."""
         self._arriving.close()
         if self._trace is not None:
             self._trace.close()

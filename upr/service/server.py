@@ -189,7 +189,6 @@ class Server:
     """A running server.
 
     Args:
-        config: its settings.
         replicate: makes the part that the server takes in a set of servers, given the catalog, the settings and a
             function that returns the bound address; None for a server that is always alone.
 
@@ -337,7 +336,6 @@ class Server:
         return self._serving and in_set and all(self._catalog.fine.values())
 
     async def start(self) -> None:
-        """Listen and serve."""
         host = self._config.listen.rpartition(":")[0]
         try:
             if self._tls is None:

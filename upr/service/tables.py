@@ -30,7 +30,6 @@ MESSAGE_BYTES = 2**20
 
 
 def cut_message(cut: Cut, *, with_partitions: bool) -> wire.Cut:
-    """Return a cut as the wire has it."""
     message = wire.Cut(
         name=cut.name,
         created_time=cut.created,
@@ -75,7 +74,6 @@ class TableFeed:
         host.on_consumers.add(self._consumers_changed)
 
     def close(self) -> None:
-        """Tell no more."""
         self._host.on_consumers.discard(self._consumers_changed)
 
     def changed_cuts(self) -> wire.FollowResponse | None:

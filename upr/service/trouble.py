@@ -65,7 +65,6 @@ class Trouble:
     began: float
 
     def problem(self) -> UprError:
-        """Return it as an error."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         words = f"{self.what}, since {since}: {words_of(self.error)}"
         if is_full(self.error):

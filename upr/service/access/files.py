@@ -143,7 +143,6 @@ class Certificates:
         self._given: object = self.watched.value
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
-        """Read the files."""
         chain, key, roots = read_tls(self._cert, self._key, self._client_ca)
         assert chain is not None
         assert key is not None

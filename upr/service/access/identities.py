@@ -112,7 +112,6 @@ class Identities:
             raise _malformed("a token or a certificate occurs twice; must be of one identity")
 
     def named(self, name: str) -> Identity | None:
-        """Return the identity of a name."""
         return self._by_name.get(name)
 
     def of_token(self, token: str) -> Identity | None:

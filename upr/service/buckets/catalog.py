@@ -123,7 +123,6 @@ def create_bucket(
 
 
 def new_version() -> int:
-    """Draw the version of a bucket."""
     return 1 + secrets.randbelow(2**64 - 1)
 
 
@@ -142,7 +141,6 @@ class DamagedBucket:
     """Bucket that could not be opened; nothing of it is served.
 
     Attributes:
-        folder: of the bucket.
         name: its name, or its version as 16 hex digits if the name cannot be read.
         version: as its folder says.
         named: whether the name could be read.

@@ -133,7 +133,6 @@ class Compactor:
 
     @property
     def stopped(self) -> bool:
-        """Whether ``stop`` was called."""
         return self._stopped.is_set()
 
     def note(self, partitions: Iterable[int]) -> None:

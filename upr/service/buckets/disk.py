@@ -101,7 +101,6 @@ class Disk:
 
     Args:
         folder: the bucket's in the data directory.
-        clock: the server's.
         room: on the disk, which all buckets share.
         tell: called when trouble with the storage begins or ends.
         fail: called when the storage has failed for good.

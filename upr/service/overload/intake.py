@@ -133,7 +133,6 @@ class Arriving:
         return True
 
     def received(self, size: int) -> None:
-        """Record the delivery of a message of this size."""
         self._peer.delivered += size
         if size >= LARGE_BYTES:
             # Checked at once: more large messages may be handled before the next tick.
@@ -147,7 +146,6 @@ class Arriving:
             left -= TICK_SECONDS
 
     def close(self) -> None:
-        """Expect nothing more."""
         self._peer.calls.discard(self)
 
 

@@ -180,7 +180,6 @@ class LoopDelays:
         self.recent = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one delay."""
         self.recent = max(seconds, self.recent * FADE)
         late_ms = max(seconds * 1e3, 0.0)
         self.seconds += late_ms / 1e3

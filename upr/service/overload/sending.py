@@ -76,7 +76,6 @@ class SendingRoom:
         self.pass_on()
 
     def leave(self, sender: Sender) -> None:
-        """Forget a sender."""
         self._waiting.pop(sender, None)
         self.hold(sender, 0)
 

@@ -89,8 +89,6 @@ def explain(
 
     Args:
         partition: only named in the result.
-        position: the client's.
-        server: the server's partition.
         at_record: the client also goes back to a marker at the seqno it was told, not only before it.
     """
 
@@ -159,7 +157,6 @@ def _start_to_json(start: StartAnswer | None) -> dict[str, Any] | None:
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
-    """Return the explanation as a JSON document."""
     position, server = explanation.position, explanation.server
     hello, resume = explanation.hello, explanation.resume
     return {

@@ -112,7 +112,6 @@ class _Sizes:
     """Contents of a bucket's store by partition, looked at again and again while somebody watches.
 
     Args:
-        host: the bucket.
         one: held during each step and the pause after it, so that the steps of all buckets share their SHARE.
 
     Attributes:
@@ -165,7 +164,6 @@ class _View:
         self._asked = self._again = 0.0
 
     async def page(self) -> bytes:
-        """Return it."""
         now = time.monotonic()
         if self._shared.is_making:
             return await self._shared.page()
@@ -307,8 +305,6 @@ class Feed:
     """Pages of the feed, and the files of the page.
 
     Args:
-        process: the state of the process, as GetStatus shows it.
-        ready: returns whether the server is ready.
         topology: returns what the server knows of its set, with why it waits if that may be told; None for a server that is
             always alone.
         turns: of everything that has its share together.

@@ -238,8 +238,6 @@ class Metrics:
     """Metrics of one server.
 
     Args:
-        process: the state of the process, as GetStatus shows it.
-        ready: returns whether the server is ready.
         turns: of everything that has its share together.
     """
 
@@ -312,7 +310,6 @@ class Metrics:
         )
 
     def _add_part(self, page: _Page) -> None:
-        """Add the part of the server in its set."""
         part = self._process.part()
         if part is None:
             return

@@ -26,7 +26,6 @@ class CallTrace:
     """Spans of one call, begun in the order of its requests and ended in the order of their answers.
 
     Args:
-        tracer: begins spans.
         name: of the spans.
         bucket: an attribute of all of them.
         parent: the context that the first one goes on with; the others have a link to it.

@@ -134,7 +134,6 @@ class WebPort:
     Args:
         address: HOST:PORT; port 0 takes a free one.
         pages: by path.
-        loopback: whether the address is loopback.
         viewer: returns who asks for a page that is not open to everyone; None refuses it.
     """
 

@@ -87,7 +87,6 @@ class Feed:
         host.users.add(self._bucket_gone)
 
     def close(self) -> None:
-        """Forget the streams."""
         self._host.bucket.remove_follower(self.follower)
         self._host.users.discard(self._bucket_gone)
 
@@ -233,7 +232,6 @@ class Feed:
         return wanted
 
     async def read(self, requests: list[ReadRequest], max_bytes: int) -> None:
-        """Read the store."""
         try:
             await self._host.read_for(self.follower, requests, max_bytes)
         finally:

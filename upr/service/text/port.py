@@ -238,7 +238,6 @@ class Connection:
         asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
-        """Send no more."""
         if self._sender is not None:
             self._sender.cancel()
 
