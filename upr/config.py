@@ -52,13 +52,9 @@ class Option:
     once: bool = False
 
 
-def _of(kind: str, words: str, **more: Any) -> dict[str, Option]:
-    return {"option": Option(kind, words, **more)}
-
-
 def _option(default: _T, kind: str, words: str, **more: Any) -> _T:
     """Return a field with a default that is an option; ``more`` as in Option."""
-    return field(default=default, metadata=_of(kind, words, **more))
+    return field(default=default, metadata={"option": Option(kind, words, **more)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +62,13 @@ class ServerConfig:
     """Settings of one server; an address of "" and a file of None are not given."""
 
     data: Path = field(
-        metadata=_of(
-            "directory", "The data directory; made when it is not there.", otherwise="must be given"
-        )
+        metadata={
+            "option": Option(
+                "directory",
+                "The data directory; made when it is not there.",
+                otherwise="must be given",
+            )
+        }
     )
     listen: str = _option(
         "127.0.0.1:7711", "address", "HOST:PORT to listen on; port 0 takes a free one."

@@ -70,8 +70,7 @@ def test_a_peer_cannot_have_all_calls() -> None:
         stack.enter_context(callers.open("Write", "a"))
         stack.enter_context(callers.open("Hello", "a"))
         stack.enter_context(callers.open("Get", "a"))
-        assert callers.open_calls("ListCuts") == 2
-    assert callers.open_calls("Follow") == 0
+        assert callers._open["other", ""] == 2
     assert not callers._open
 
 
@@ -182,7 +181,6 @@ async def test_calls_that_wait_with_their_open_count(server_process: StartServer
 @pytest.mark.parametrize("kind", ["health", "Get"])
 async def test_other_calls_are_counted_too(kind: str) -> None:
     """Those of gRPC's own services as well."""
-    assert Callers().open_calls(kind) == 0
     callers = Callers()
     with contextlib.ExitStack() as stack:
         for _ in range(int(OTHER_CALLS_MAX * PEER_CALLS)):

@@ -81,14 +81,13 @@ class Keeper:
     Attributes:
         failover_log_records, acknowledged, bucket: as of the service of a bucket.
         check_active: as of that service, which is active.
-        disk: this too, with stopping, gone, clock, store.
+        disk: this too, open all the time, with clock and store.
     """
 
     def __init__(self, world: "GroupWorld") -> None:
         self.world = world
         self.disk = self
-        self.stopping = False
-        self.gone = None
+        self.check_open = lambda: None
         self.clock = Clock(
             day=lambda: micros(world.network.now), boot=lambda: micros(world.network.now)
         )

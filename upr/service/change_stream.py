@@ -333,10 +333,7 @@ class ChangeStreamMethods:
                 request.generation,
                 host.failover_log_records,
             )
-            if host.disk.stopping:
-                raise host.disk.gone or ShuttingDownError(
-                    "the server is stopping", hint="connect again"
-                )
+            host.disk.check_open()
             hold, save = _begin_save(host, request)
         if save is not None:
             await asyncio.shield(save)

@@ -190,10 +190,7 @@ async def until_written(
             # Not looked at again: a history that changes closes the bucket.
             writes.pop()
             continue
-        if host.disk.stopping:
-            raise host.disk.gone or ShuttingDownError(
-                "the server is stopping", hint="connect again"
-            )
+        host.disk.check_open()
         try:
             async with asyncio.timeout_at(until):
                 await host.disk.next_change()

@@ -34,12 +34,10 @@ from upr.service.clock import ClockKeeper
 from upr.service.health import REQUEST_BYTES as HEALTH_BYTES
 from upr.service.health import Health
 from upr.service.key_value import KeyValueMethods
-from upr.service.overload import process as descriptors
-from upr.service.overload import process as garbage
+from upr.service.overload import process as resources
 from upr.service.overload.callers import Callers, Turns
 from upr.service.overload.gate import Gate
 from upr.service.overload.intake import Intake, abort
-from upr.service.overload.process import LoopDelays, share_free_memory
 from upr.service.sight import tracing, web
 from upr.service.text.port import TextPort
 from upr.service.trouble import words_of
@@ -232,7 +230,7 @@ class Server:
             config.reader_seconds,
             callers,
         )
-        self._delays = LoopDelays()
+        self._delays = resources.LoopDelays()
         self._text = TextPort(
             self._catalog, callers, config.heartbeat_seconds, config.reader_seconds
         )
@@ -289,7 +287,7 @@ class Server:
         try:
             others = web.DESCRIPTORS if self._config.http else 0
             others += TEXT_CONNECTIONS_MAX if self._config.text else 0
-            count = descriptors.connections_max(len(self._catalog.hosts), others)
+            count = resources.connections_max(len(self._catalog.hosts), others)
         except BaseException:
             self._directory.close()
             raise
@@ -366,7 +364,7 @@ class Server:
         self._tasks = [
             asyncio.create_task(self._delays.run()),
             asyncio.create_task(self._intake.watch()),
-            asyncio.create_task(garbage.collect_garbage()),
+            asyncio.create_task(resources.collect_garbage()),
             asyncio.create_task(self._tell_suppressed()),
             asyncio.create_task(self._watch_files()),
             asyncio.create_task(self._clock.run()),
@@ -510,14 +508,14 @@ async def serve(config: ServerConfig, replicate: Replicate | None = None) -> int
         ListenError, DataDirectoryError, DataDamagedError: see Server.
     """
     log_limit = logs.configure(config.log_format)
-    descriptors.raise_descriptor_limit()
-    share_free_memory()
+    resources.raise_descriptor_limit()
+    resources.share_free_memory()
     server = Server(config, log_limit, replicate)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    garbage.tame_collector()
+    resources.tame_collector()
     try:
         await server.start()
     except BaseException:

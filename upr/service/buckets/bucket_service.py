@@ -343,10 +343,7 @@ class BucketService:
                     await self._until_room(needed)
             else:
                 waited = False
-        if self.disk.stopping:
-            raise self.disk.gone or ShuttingDownError(
-                "the server is stopping", hint="connect again"
-            )
+        self.disk.check_open()
         # At once: an answer of one that stepped down while the write waited would wait for grants.
         self.check_active()
         before = bucket.tail.bytes

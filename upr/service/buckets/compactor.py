@@ -371,10 +371,6 @@ class Compactor:
         kept = sum(int(np.count_nonzero(examined.keep[i])) for i in group)
         self._disk.counters.merge_output_rows += kept
 
-    def old(self) -> int:
-        """Return the newest time of a tombstone that is old enough, microseconds since the epoch."""
-        return self._disk.clock.before(self.ages.young)
-
     def _when(self) -> tuple[PurgeAges, int]:
         """Return the ages that count at this moment, and the moment."""
         now, before = self._disk.clock.now(), self._disk.clock.before
@@ -442,7 +438,8 @@ class Compactor:
     async def _purge(self, partition: int, dry_run: bool, worth: float) -> Purged:
         async with self.turn:
             pinned = self._bucket.cuts.pinned(partition)
-            old = self.old()
+            # The newest time of a tombstone that is old enough, microseconds since the epoch.
+            old = self._disk.clock.before(self.ages.young)
 
             def look() -> tuple[Tombstones, BlockRange | None]:
                 heads: Sequence[Head] = self._store.heads(partition)

@@ -21,7 +21,7 @@ from upr.service.trouble import Troubles, words_of
 from upr.storage.blocks import compressor
 from upr.storage.journal import Journal
 from upr.storage.store import Counters, Store
-from upr_protocol.errors import BucketGoneError, StorageFailedError
+from upr_protocol.errors import BucketGoneError, ShuttingDownError, StorageFailedError
 
 _READERS = 2
 _T = TypeVar("_T")
@@ -177,6 +177,11 @@ class Disk:
             # The bucket was dropped meanwhile: the read may be incomplete, and the folder renamed.
             raise self.gone
         return result
+
+    def check_open(self) -> None:
+        """Raise BucketGoneError or ShuttingDownError while the bucket is being closed."""
+        if self.stopping:
+            raise self.gone or ShuttingDownError("the server is stopping", hint="connect again")
 
     def refresh_quota(self) -> None:
         """Measure the bucket's size in a reader thread, without waiting for it."""

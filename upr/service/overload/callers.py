@@ -222,10 +222,6 @@ class Callers:
                 if not self._open[key]:
                     del self._open[key]
 
-    def open_calls(self, kind: str, peer: str = "") -> int:
-        """Return the number of open calls of a kind, of one peer or in total."""
-        return self._open.get((_KINDS.get(kind, _OTHER)[0], peer), 0)
-
     async def pay(self, peer: str, seconds: float, size: int = 0) -> None:
         """Charge an arriving request, and wait for its turn.
 

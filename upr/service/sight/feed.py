@@ -474,9 +474,9 @@ class Feed:
         position = position_of(
             failover_id,
             None,
-            _seqno(query.get("seqno") or "0", "seqno"),
+            _number(query.get("seqno") or "0", "seqno", SEQNO_MAX),
             None,
-            tuple(sorted({_seqno(part, "markers") for part in markers})),
+            tuple(sorted({_number(part, "markers", SEQNO_MAX) for part in markers})),
         )
         server = ServerSide(
             table.logs[partition],
@@ -501,10 +501,6 @@ def _refusing(
 
 def _partition_of(request: Request) -> int:
     return check_partition(_number(request.query.get("partition", ""), "partition", PARTITIONS - 1))
-
-
-def _seqno(text: str, name: str) -> int:
-    return _number(text, name, SEQNO_MAX)
 
 
 def _number(text: str, name: str, largest: int) -> int:
