@@ -391,6 +391,11 @@ def verbose_option(function: _F) -> _F:
     )(function)
 
 
+def output_options(function: _F) -> _F:
+    """Add --json and --verbose."""
+    return json_option(verbose_option(function))
+
+
 def json_option(function: _F) -> _F:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(
         function

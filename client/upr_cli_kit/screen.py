@@ -17,7 +17,7 @@ from typing import Any, Final, Self, TypeVar, cast
 
 import click
 
-from upr_cli_kit.output import note
+from upr_cli_kit.output import json_option, note, verbose_option
 from upr_cli_kit.times import duration
 from upr_protocol.errors import UprError
 
@@ -193,3 +193,8 @@ def watch_option(function: _F) -> _F:
         **interval(help="Show it again each so many seconds, until q or Ctrl-C."),
     )
     return cast("_F", add(command))
+
+
+def watched_output_options(function: _F) -> _F:
+    """Add --json, --watch and --verbose."""
+    return json_option(watch_option(verbose_option(function)))

@@ -22,12 +22,12 @@ from upr_cli_kit.output import (
     Group,
     add_examples,
     columns,
-    json_option,
+    output_options,
     print_json,
     problem_document,
     verbose_option,
 )
-from upr_cli_kit.screen import watch_option
+from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
@@ -56,9 +56,7 @@ def main() -> None:
 @main.command("failover-log")
 @_PARTITIONS_ARGUMENT
 @client_options
-@json_option
-@watch_option
-@verbose_option
+@watched_output_options
 def failover_log(
     partitions: tuple[list[int], ...], client: "Client", bucket: str, as_json: bool
 ) -> None:
@@ -75,9 +73,7 @@ def failover_log(
 @main.command("partitions")
 @_PARTITIONS_ARGUMENT
 @client_options
-@json_option
-@watch_option
-@verbose_option
+@watched_output_options
 def partitions_command(
     partitions: tuple[list[int], ...], client: "Client", bucket: str, as_json: bool
 ) -> None:
@@ -147,8 +143,7 @@ main.add_command(undone)
 )
 @click.option("--high", type=SEQNO, help="The partition's high seqno, with --log.")
 @client_options
-@json_option
-@verbose_option
+@output_options
 def explain_command(
     partition: int,
     failover_id: int | None,

@@ -12,7 +12,7 @@ import click
 
 from upr.cli.keys import Durability, bucket_there, durability_option
 from upr_cli_kit.options import open_client, server_options
-from upr_cli_kit.output import Progress, json_option, print_json, verbose_option
+from upr_cli_kit.output import Progress, output_options, print_json
 from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.limits import VALUE_BYTES_MAX
 
@@ -33,8 +33,7 @@ _RATES: Final = ("rows_written", "rows_followed")
     "--value-bytes", type=click.IntRange(0, VALUE_BYTES_MAX), default=100, show_default=True
 )
 @durability_option
-@json_option
-@verbose_option
+@output_options
 @server_options
 def bench(
     rows: int, value_bytes: int, durability: Durability, as_json: bool, target: str, bucket: str

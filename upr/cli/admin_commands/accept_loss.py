@@ -9,7 +9,7 @@ import click
 
 from upr.cli.admin_commands.restore_copy import open_directory
 from upr_cli_kit.options import PARTITION_SET, one_list
-from upr_cli_kit.output import confirm, json_option, note, print_done, print_json, verbose_option
+from upr_cli_kit.output import confirm, note, output_options, print_done, print_json
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import BucketNotFoundError, InvalidArgumentError, UprError
 from upr_protocol.failover import format_failover_id
@@ -240,8 +240,7 @@ def _words(loss: Loss) -> str:
 @click.argument("partitions", nargs=-1, required=True, type=PARTITION_SET, metavar="PARTITION ...")
 @click.option("--bucket", default="default", show_default=True, help="The bucket's name.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@json_option
-@verbose_option
+@output_options
 def accept_loss(
     directory: Path, partitions: tuple[list[int], ...], bucket: str, yes: bool, as_json: bool
 ) -> None:

@@ -18,8 +18,8 @@ from upr_cli_kit.options import TARGET
 from upr_cli_kit.output import (
     Group,
     columns,
-    json_option,
     note,
+    output_options,
     print_done,
     print_json,
     verbose_option,
@@ -91,8 +91,7 @@ def token() -> None:
     help="Its roles are for keys that begin with this; give it several times.",
 )
 @_tokens_option
-@json_option
-@verbose_option
+@output_options
 def add(
     name: str,
     roles: dict[str, set[str] | None],
@@ -134,8 +133,7 @@ def add(
 
 @token.command("list")
 @_tokens_option
-@json_option
-@verbose_option
+@output_options
 def list_tokens(tokens: Path, as_json: bool) -> None:
     """Show the identities and their roles."""
     found = read_identities(tokens).all
@@ -162,8 +160,7 @@ def list_tokens(tokens: Path, as_json: bool) -> None:
 @token.command("revoke")
 @click.argument("name")
 @_tokens_option
-@json_option
-@verbose_option
+@output_options
 def revoke(name: str, tokens: Path, as_json: bool) -> None:
     """Remove the identity NAME. Its open streams end within a second or so."""
     if not revoke_identity(tokens, name):
@@ -197,8 +194,7 @@ def context() -> None:
     is_flag=True,
     help="Read the token from stdin, and keep it in a file of its own.",
 )
-@json_option
-@verbose_option
+@output_options
 def add_context(name: str, token_stdin: bool, as_json: bool, **fields: Any) -> None:
     """Add the context NAME, or replace it. The first one becomes the current one."""
     check_name(name, "context")
@@ -245,8 +241,7 @@ def _keep_token(name: str, text: str) -> Path:
 
 @context.command("use")
 @click.argument("name")
-@json_option
-@verbose_option
+@output_options
 def use_context(name: str, as_json: bool) -> None:
     """Make NAME the current context."""
     write_contexts(name, _with(name))
@@ -254,8 +249,7 @@ def use_context(name: str, as_json: bool) -> None:
 
 
 @context.command("list")
-@json_option
-@verbose_option
+@output_options
 def list_contexts(as_json: bool) -> None:
     """Show the contexts; the current one has a star."""
     current, contexts = read_contexts()
@@ -277,8 +271,7 @@ def list_contexts(as_json: bool) -> None:
 
 @context.command("remove")
 @click.argument("name")
-@json_option
-@verbose_option
+@output_options
 def remove_context(name: str, as_json: bool) -> None:
     """Remove the context NAME. A file that --token-stdin made goes with it."""
     contexts = _with(name)

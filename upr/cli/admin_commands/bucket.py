@@ -9,14 +9,14 @@ from upr_cli_kit.output import (
     Group,
     columns,
     confirm,
-    json_option,
+    output_options,
     print_done,
     print_json,
     problem_document,
     size_text,
     verbose_option,
 )
-from upr_cli_kit.screen import watch_option
+from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import size
 from upr_protocol.errors import BucketGoneError, BucketNotFoundError
 
@@ -46,9 +46,7 @@ def bucket() -> None:
 
 @bucket.command("list")
 @client_option
-@json_option
-@watch_option
-@verbose_option
+@watched_output_options
 def list_command(client: "Client", as_json: bool) -> None:
     """Show all buckets; those that could not be opened too, with their problem."""
     found = client.admin.buckets()
@@ -75,8 +73,7 @@ def list_command(client: "Client", as_json: bool) -> None:
     help="Refuse writes when the bucket would take more; 0 for no limit but the disk.",
 )
 @client_option
-@json_option
-@verbose_option
+@output_options
 def create(name: str, compression: str, quota: int, client: "Client", as_json: bool) -> None:
     """Make the empty bucket NAME."""
     made = client.admin.create_bucket(
@@ -92,8 +89,7 @@ def create(name: str, compression: str, quota: int, client: "Client", as_json: b
 @click.argument("name")
 @click.argument("quota", type=size(), metavar="SIZE")
 @client_option
-@json_option
-@verbose_option
+@output_options
 def quota_command(name: str, quota: int, client: "Client", as_json: bool) -> None:
     """Set the SIZE that the bucket NAME may have, as 10GiB; 0 for no limit but the disk.
 
@@ -117,8 +113,7 @@ def quota_command(name: str, quota: int, client: "Client", as_json: bool) -> Non
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @client_option
-@json_option
-@verbose_option
+@output_options
 def drop(name: str, version: int | None, yes: bool, client: "Client", as_json: bool) -> None:
     """Remove the bucket NAME with all its data.
 

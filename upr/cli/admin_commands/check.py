@@ -8,7 +8,7 @@ import click
 
 from upr_cli_kit import exit_codes
 from upr_cli_kit.options import PARTITION_SET, DirectoryPath
-from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_option
+from upr_cli_kit.output import Progress, note, output_options, print_json
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ def exit_code(reports: "Iterable[BucketReport]") -> int:
     default=None,
     help="Only these, as 5 or 0-63,512.  [default: all]",
 )
-@json_option
-@verbose_option
+@output_options
 def check(directory: Path, partitions: list[int] | None, as_json: bool) -> int:
     """Verify the data directory DIR, which no server may be using. Changes nothing.
 

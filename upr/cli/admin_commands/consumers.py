@@ -12,12 +12,12 @@ from upr_cli_kit.output import (
     Group,
     columns,
     confirm,
-    json_option,
+    output_options,
     print_done,
     print_json,
     verbose_option,
 )
-from upr_cli_kit.screen import watch_option
+from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import format_micros, parse_time
 from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
@@ -55,9 +55,7 @@ def consumers() -> None:
 @consumers.command("list")
 @click.option("--partitions", is_flag=True, help="Show the position in every partition.")
 @client_options
-@json_option
-@watch_option
-@verbose_option
+@watched_output_options
 def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool) -> None:
     """Show all consumers."""
     found = client.admin.consumers(bucket, with_positions=partitions)
@@ -76,9 +74,7 @@ def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool)
 @consumers.command("show")
 @click.argument("name")
 @client_options
-@json_option
-@watch_option
-@verbose_option
+@watched_output_options
 def show(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     """Show consumer NAME: its members, and partition by partition who owns it and where it stands."""
     found = client.admin.consumers(bucket, with_positions=True)
@@ -111,8 +107,7 @@ def show(name: str, client: "Client", bucket: str, as_json: bool) -> None:
 @click.option("--create", is_flag=True, help="Store positions also for a name that is not known.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @client_options
-@json_option
-@verbose_option
+@output_options
 def reset(
     name: str,
     to: str,
@@ -151,8 +146,7 @@ def reset(
 @consumers.command("forget")
 @click.argument("name")
 @client_options
-@json_option
-@verbose_option
+@output_options
 def forget(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     """Forget the positions of consumer NAME, so that they hold no purging up any more.
 

@@ -9,14 +9,14 @@ from upr_cli_kit.options import PARTITION_SET, client_options
 from upr_cli_kit.output import (
     Group,
     columns,
-    json_option,
     note,
+    output_options,
     print_done,
     print_json,
     problem_document,
     verbose_option,
 )
-from upr_cli_kit.screen import watch_option
+from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import duration, format_micros
 from upr_protocol.errors import CutNotFoundError
 from upr_protocol.failover import format_failover_id
@@ -53,8 +53,7 @@ def cut() -> None:
     "--partitions", type=PARTITION_SET, help="Which partitions, as 0-63,512. [default: all]"
 )
 @client_options
-@json_option
-@verbose_option
+@output_options
 def create(
     name: str,
     lease: float | None,
@@ -86,9 +85,7 @@ def create(
 @cut.command("list")
 @click.option("--partitions", is_flag=True, help="Show the pinned marker of every partition.")
 @client_options
-@json_option
-@watch_option
-@verbose_option
+@watched_output_options
 def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool) -> None:
     """Show the cuts whose lease has not ended, oldest first."""
     found = client.admin.cuts(bucket, with_pins=partitions)
@@ -109,8 +106,7 @@ def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool)
 @click.argument("name")
 @_lease_option
 @client_options
-@json_option
-@verbose_option
+@output_options
 def renew(name: str, lease: float | None, client: "Client", bucket: str, as_json: bool) -> None:
     """Have the lease of cut NAME begin anew, with its length or another one."""
     info = client.admin.renew_cut(bucket, name, lease)
@@ -123,8 +119,7 @@ def renew(name: str, lease: float | None, client: "Client", bucket: str, as_json
 @cut.command("release")
 @click.argument("name")
 @client_options
-@json_option
-@verbose_option
+@output_options
 def release(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     """Give cut NAME up: what it pinned may be merged away."""
     if not client.admin.release_cut(bucket, name):

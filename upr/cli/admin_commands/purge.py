@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr_cli_kit.options import PARTITION_SET, client_options, one_list
-from upr_cli_kit.output import (
-    Progress,
-    columns,
-    json_option,
-    print_json,
-    problem_document,
-    verbose_option,
-)
+from upr_cli_kit.output import Progress, columns, output_options, print_json, problem_document
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
@@ -30,8 +23,7 @@ _AT_ONCE = 32
 @click.argument("partitions", nargs=-1, type=PARTITION_SET, metavar="[PARTITION ...]")
 @click.option("--dry-run", is_flag=True, help="Change nothing, only say what would go.")
 @client_options
-@json_option
-@verbose_option
+@output_options
 def purge(
     partitions: tuple[list[int], ...], dry_run: bool, client: "Client", bucket: str, as_json: bool
 ) -> None:

@@ -10,15 +10,8 @@ import click
 
 from upr.cli.admin_commands.topology import part_words
 from upr_cli_kit.options import client_option, client_options
-from upr_cli_kit.output import (
-    columns,
-    json_option,
-    print_json,
-    problem_document,
-    size_text,
-    verbose_option,
-)
-from upr_cli_kit.screen import has_screen, interval, watch, watch_option
+from upr_cli_kit.output import columns, print_json, problem_document, size_text, verbose_option
+from upr_cli_kit.screen import has_screen, interval, watch, watched_output_options
 from upr_protocol.errors import UprError
 
 if TYPE_CHECKING:
@@ -45,9 +38,7 @@ _REPLICA_COLUMNS = ("bucket", "replica", "directory", "registered", "lag")
 
 @click.command("status")
 @client_option
-@json_option
-@watch_option
-@verbose_option
+@watched_output_options
 def status(client: "Client", as_json: bool) -> None:
     """Show memory, open calls, and for each bucket its tail, streams, cuts and damage."""
     found = client.admin.status()
@@ -174,9 +165,7 @@ def _status_document(found: "ServerStatus") -> dict[str, Any]:
 
 @click.command("storage")
 @client_options
-@json_option
-@watch_option
-@verbose_option
+@watched_output_options
 def storage(client: "Client", bucket: str, as_json: bool) -> None:
     """Show space, and what journal, flushes and merges wrote since the server was started."""
     found = client.admin.storage(bucket)

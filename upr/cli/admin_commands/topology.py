@@ -10,13 +10,13 @@ from upr_cli_kit.output import (
     Group,
     columns,
     confirm,
-    json_option,
     note,
+    output_options,
     print_done,
     print_json,
     verbose_option,
 )
-from upr_cli_kit.screen import watch_option
+from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import duration
 
 if TYPE_CHECKING:
@@ -43,9 +43,7 @@ def topology() -> None:
 
 @topology.command("show")
 @target_option
-@json_option
-@watch_option
-@verbose_option
+@watched_output_options
 def show(target: str, as_json: bool) -> None:
     """Show who is active, who is counted, and who is behind, as far as the server knows.
 
@@ -105,8 +103,7 @@ def _row(member: "SetMember", found: "Topology", in_cluster: bool) -> tuple[obje
 @topology.command("forget")
 @click.argument("server")
 @target_option
-@json_option
-@verbose_option
+@output_options
 def forget(server: str, target: str, as_json: bool) -> None:
     """Count SERVER no more, which will not come back: its directory, or HOST:PORT. Ask the active server.
 
@@ -142,8 +139,7 @@ def _change_of(found: "Topology") -> str:
 @click.option("--yes", is_flag=True, help="Do not ask, with --force.")
 @_seconds_option
 @target_option
-@json_option
-@verbose_option
+@output_options
 def promote(force: bool, yes: bool, seconds: float, target: str, as_json: bool) -> None:
     """Make the server at --target the active one of its set: its active server is dead.
 
@@ -162,8 +158,7 @@ def promote(force: bool, yes: bool, seconds: float, target: str, as_json: bool) 
 @click.option("--to", type=ADDRESS, required=True, help="HOST:PORT of the server to be active.")
 @login_options
 @_seconds_option
-@json_option
-@verbose_option
+@output_options
 def takeover(to: str, seconds: float, as_json: bool) -> None:
     """Make another server the active one, without losing anything: the active one hands over.
 
@@ -176,8 +171,7 @@ def takeover(to: str, seconds: float, as_json: bool) -> None:
 @click.option("--undo", is_flag=True, help="It may become active again.")
 @_seconds_option
 @target_option
-@json_option
-@verbose_option
+@output_options
 def drain(undo: bool, seconds: float, target: str, as_json: bool) -> None:
     """Have the server at --target become active no more, before it is stopped for maintenance.
 

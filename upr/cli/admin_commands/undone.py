@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr_cli_kit.options import DirectoryPath, login, open_client, target_option
-from upr_cli_kit.output import Group, columns, json_option, print_json, verbose_option
+from upr_cli_kit.output import Group, columns, output_options, print_json, verbose_option
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.limits import GET_KEYS_MAX
@@ -33,8 +33,7 @@ def undone() -> None:
 @undone.command("list")
 @click.argument("directory", type=DirectoryPath(), metavar="DIR")
 @click.option("--rows", is_flag=True, help="Show each mutation too.")
-@json_option
-@verbose_option
+@output_options
 def list_command(directory: Path, rows: bool, as_json: bool) -> None:
     """Show what was undone in the data directory DIR; its server may be running."""
     from upr.storage.directory import read_mark
@@ -63,8 +62,7 @@ def list_command(directory: Path, rows: bool, as_json: bool) -> None:
     help="Leave out the keys that anybody has written since.",
 )
 @target_option
-@json_option
-@verbose_option
+@output_options
 def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) -> None:
     """Write the mutations in FILE again, of each key the newest, to the server that is active now.
 
