@@ -74,10 +74,16 @@ def chosen(name: str | None) -> dict[str, Any]:
     name = name or current
     if not name:
         return {}
+    fields = find_context(name, contexts)
+    return {key: Path(v) if key in _PATHS else v for key, v in fields.items() if v}
+
+
+def find_context(name: str, contexts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a context; raise UprError if it is not among those of the file."""
     if name not in contexts:
         raise UprError(
             f"there is no context {name!r}",
             reason="NOT_FOUND",
             hint="'upr-admin context list' shows them",
         )
-    return {key: Path(v) if key in _PATHS else v for key, v in contexts[name].items() if v}
+    return contexts[name]

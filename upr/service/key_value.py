@@ -27,7 +27,7 @@ from upr.service.sight.counting import count_reason, refusals
 from upr.service.trouble import words_of
 from upr.storage.read import all_begin_with
 from upr.storage.search import Lookup, StoreSearch, TailSearch
-from upr_protocol.block import U64, Block
+from upr_protocol.block import U64, Block, check_row
 from upr_protocol.errors import (
     BehindError,
     BucketGoneError,
@@ -48,8 +48,6 @@ from upr_protocol.limits import (
     GET_ANSWER_BYTES_MAX,
     GET_CALLS_MAX,
     GET_KEYS_MAX,
-    KEY_BYTES_MAX,
-    KEY_BYTES_MIN,
     PARTITIONS,
     REPLICATED_SECONDS,
     WAITING_GET_BYTES,
@@ -74,10 +72,7 @@ def check_keys(keys: Sequence[bytes]) -> None:
             f"keys of a Get are {len(keys)}; must be 1 to {GET_KEYS_MAX}", hint="send several Gets"
         )
     for key in keys:
-        if not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
-            raise InvalidArgumentError(
-                f"key is {len(key)} bytes; must be {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
-            )
+        check_row(key, None)
 
 
 async def find_newest(host: BucketService, lookup: Lookup) -> None:

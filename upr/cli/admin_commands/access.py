@@ -13,7 +13,13 @@ from upr.service.access.identities import (
     read_identities,
     revoke_identity,
 )
-from upr_cli_kit.contexts import CONTEXT_FIELDS, contexts_path, read_contexts, write_contexts
+from upr_cli_kit.contexts import (
+    CONTEXT_FIELDS,
+    contexts_path,
+    find_context,
+    read_contexts,
+    write_contexts,
+)
 from upr_cli_kit.options import TARGET
 from upr_cli_kit.output import (
     Group,
@@ -244,7 +250,9 @@ def _keep_token(name: str, text: str) -> Path:
 @output_options
 def use_context(name: str, as_json: bool) -> None:
     """Make NAME the current context."""
-    write_contexts(name, _with(name))
+    _, contexts = read_contexts()
+    find_context(name, contexts)
+    write_contexts(name, contexts)
     print_done(as_json, "current", name)
 
 
@@ -274,21 +282,9 @@ def list_contexts(as_json: bool) -> None:
 @output_options
 def remove_context(name: str, as_json: bool) -> None:
     """Remove the context NAME. A file that --token-stdin made goes with it."""
-    contexts = _with(name)
+    current, contexts = read_contexts()
+    find_context(name, contexts)
     _drop_token(name, contexts)
     del contexts[name]
-    current, _ = read_contexts()
     write_contexts("" if current == name else current, contexts)
     print_done(as_json, "removed", name)
-
-
-def _with(name: str) -> dict[str, dict[str, Any]]:
-    """Return all contexts, with one of a name among them."""
-    _, contexts = read_contexts()
-    if name not in contexts:
-        raise UprError(
-            f"there is no context {name!r}",
-            reason="NOT_FOUND",
-            hint="'upr-admin context list' shows them",
-        )
-    return contexts
