@@ -168,7 +168,7 @@ async def test_a_purge_waits_for_its_transactions_before_readers_go_on(
 async def test_a_purge_without_room_ends_at_once_and_holds_up_no_reader(
     host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host.compactor, "_room", lambda: 0)
+    monkeypatch.setattr(host.disk.room, "above_reserve", lambda: 0)
     with pytest.raises(NoRoomError, match="room on the disk is 0 bytes"):
         await asyncio.wait_for(host.compactor.purge(P), WAIT_SECONDS)
     assert not host.bucket.purging.any()
@@ -215,7 +215,7 @@ async def test_a_merge_that_waits_for_room_lets_others_have_their_turn(
         asked.set()
         return size
 
-    monkeypatch.setattr(host.compactor, "_room", room)
+    monkeypatch.setattr(host.disk.room, "above_reserve", room)
     task = asyncio.create_task(host.compactor.run())
     async with asyncio.timeout(WAIT_SECONDS):
         await asked.wait()

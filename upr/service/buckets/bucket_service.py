@@ -40,13 +40,7 @@ from upr.service.buckets.keepers import (
     end_leases,
     expire_consumers,
 )
-from upr.service.buckets.room import (
-    ROOM_AGAIN_BYTES,
-    DiskRoom,
-    WaitingRoom,
-    check_map,
-    merge_room,
-)
+from upr.service.buckets.room import ROOM_AGAIN_BYTES, DiskRoom, WaitingRoom, check_map
 from upr.service.buckets.serving import Serving, not_active
 from upr.service.clock import Clock
 from upr.service.trouble import words_of
@@ -169,7 +163,7 @@ class BucketService:
         self._closing = asyncio.Event()
         tables_changed = partial(self.tables_changed, ())
         self.cuts = CutKeeper(disk, bucket, self.durable, tables_changed, self._closing)
-        self.compactor = Compactor(disk, bucket, config, self._merge_room)
+        self.compactor = Compactor(disk, bucket, config)
         self.tail_keys = TailKeys()
         self.flusher = Flusher(
             disk, bucket, config, self.compactor.note, self.tail_keys.drop_before
@@ -587,9 +581,6 @@ class BucketService:
         """Record the end of a lack of room, also without writes."""
         if trouble.ROOM in self.disk.troubles and self.disk.room.left() >= self._wanted_room:
             self.disk.troubles.ends(trouble.ROOM)
-
-    def _merge_room(self) -> int:
-        return min(self.disk.room.above_reserve(), merge_room(self.disk.store))
 
     async def _put_consumers(self, rows: Callable[[], Mapping[Any, Any]]) -> None:
         if not self.disk.stopping and self.disk.room.left() < 0:

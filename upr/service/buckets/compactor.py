@@ -36,6 +36,7 @@ from upr.engine.compaction import (
 from upr.service import trouble
 from upr.service.buckets.disk import Disk
 from upr.service.buckets.keepers import finish_even_if_cancelled, pause
+from upr.service.buckets.room import merge_room
 from upr.storage.blocks import BlockRange, Head, Replacement
 from upr.storage.compact import (
     Direct,
@@ -97,20 +98,10 @@ class Compactor:
     Attributes:
         ages: how old tombstones must be.
         turn: held while something is merged, by ``run`` or by the purger.
-
-    Args:
-        room: returns how many bytes the disk can take.
     """
 
-    def __init__(
-        self,
-        disk: Disk,
-        bucket: Bucket,
-        config: ServerConfig,
-        room: Callable[[], int],
-    ) -> None:
+    def __init__(self, disk: Disk, bucket: Bucket, config: ServerConfig) -> None:
         self._disk = disk
-        self._room = room
         self._bucket = bucket
         self._store = disk.store
         self.ages = PurgeAges(
@@ -395,7 +386,7 @@ class Compactor:
 
         It is not waited for here: readers at 0 wait for a purge to end, and others for their ``turn``.
         """
-        room = self._room()
+        room = min(self._disk.room.above_reserve(), merge_room(self._store))
         size = sum(head.size for head in heads)
         # Rows may be compressed to less than the hashes of their keys, which are 4 bytes each.
         needed = 2 * size + sum(4 * head.rows for head in heads)
