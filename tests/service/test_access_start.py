@@ -12,6 +12,7 @@ from tests.client.certificates import make_certificate
 from tests.harness import RunningServer
 from upr.cli.server import main
 from upr.service.access.identities import add_identity
+from upr.service.logs import EventLimit
 from upr.service.server import Server
 
 
@@ -24,6 +25,8 @@ def refused(folder: Path, *options: str, listen: str = "127.0.0.1:0") -> str:
     data = str(folder / "data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Server, "start", started)
+        # The log of this process is pytest's.
+        patch.setattr("upr.service.logs.configure", lambda _: EventLimit())
         done = CliRunner().invoke(main, ["--data", data, "--listen", listen, *options])
     assert done.exit_code == 2, done.output
     return done.output

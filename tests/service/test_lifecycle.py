@@ -75,6 +75,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data" / "PG_VERSION").write_text("15\n")
     assert "'PG_VERSION'" in refused(tmp_path)
     assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["PG_VERSION"]
+    assert (tmp_path / "data" / "PG_VERSION").read_text() == "15\n"
 
 
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:

@@ -320,7 +320,12 @@ async def _matched(doing: Awaitable[object], name: str, what: str) -> UprError |
             hint=error.hint or "the other buckets are served; it is tried again every second",
             retriable=True,
         )
-    log.warning(f"a bucket was {what} here, as in the cluster", extra={"bucket": name})
+    # Events are constant texts.
+    made, dropped = (
+        "a bucket was made here, as in the cluster",
+        "a bucket was dropped here, as in the cluster",
+    )
+    log.warning(made if what == "made" else dropped, extra={"bucket": name})
     return None
 
 

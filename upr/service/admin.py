@@ -315,6 +315,7 @@ class AdminMethods:
         self, request: admin.ListBucketsRequest, context: Context
     ) -> admin.ListBucketsResponse:
         """Return the buckets that the caller may see by name, those that could not be opened too."""
+        # One for the whole answer: a replica would drop what roles that became wider meanwhile do not list yet.
         caller, roles = PERMIT.get().identity, RULES[_LIST].roles
         hosts = [h for h in self._catalog.hosts if caller.may(roles, h.bucket.identity.name)]
         found = await asyncio.gather(*map(_bucket_info, hosts))

@@ -187,11 +187,11 @@ def with_prefix(block: Block, prefix: bytes) -> Block:
     rows = np.flatnonzero(keep)
     bounds = row_bounds(block.runs)
     kept_below = np.concatenate(([0], np.cumsum(keep)))
-    offsets = row_seqnos(block) - np.repeat(block.runs["start_seqno"], block.runs["count"])
     runs = block.runs.copy()
     runs["count"] = kept_below[bounds[1:]] - kept_below[bounds[:-1]]
     if not len(rows):
         return sealed(Block(runs, b"", b"", b"", b"", b"", b"", b"", 0))
+    offsets = row_seqnos(block) - np.repeat(block.runs["start_seqno"], block.runs["count"])
     picked = pa.array(rows)
     key_offsets, key_data = _column(keys.take(picked))
     value_offsets, value_data = b"", b""
