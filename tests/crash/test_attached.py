@@ -62,19 +62,23 @@ async def test_a_server_that_stands_still_and_goes_on(server_process: StartServe
             world.follow_in_thread()
             world.write(seed=len(world.writers))
         await world.more_writes(5)
-        said = [len(f.statuses) for f in world.followers]
-        os.kill(server.pid, signal.SIGSTOP)
-        try:
-            # Each that was in a call sees the silence, on a busy machine not all, and then that it gets no new one.
-            for follower, before in zip(world.followers, said, strict=True):
-                await world.says(follower, "did not accept", before)
-            assert any(f.said("silent", b) for f, b in zip(world.followers, said, strict=True))
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
-        # The same process goes on: what it was sent meanwhile and what is sent again is one and the same.
-        await world.more_writes(5)
-        for follower in world.followers:
-            await world.gets_on(follower)
+        # Who is between two calls sees no silence: on a busy machine that may be all of them, so again then.
+        for _ in range(5):
+            said = [len(f.statuses) for f in world.followers]
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+                for follower, before in zip(world.followers, said, strict=True):
+                    await world.says(follower, "did not accept", before)
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+            # The same process goes on: what it was sent meanwhile and what is sent again is one and the same.
+            await world.more_writes(5)
+            for follower in world.followers:
+                await world.gets_on(follower)
+            if any(f.said("silent", b) for f, b in zip(world.followers, said, strict=True)):
+                break
+        else:
+            raise AssertionError("nobody saw the silence")
         await world.settle()
         await poll(world.status, lambda told: told.follow_calls <= len(world.followers))
     async with RawClient(server.target) as client:
