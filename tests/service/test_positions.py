@@ -16,8 +16,10 @@ from google.protobuf.message import DecodeError
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, poll
 from tests.raw import RawClient, error_of, start_at
+from tests.service.bucket_state import connected
 from tests.service.keys import some_keys
 from tests.storage.stored_blocks import consumers_of, store_of
+from upr.service import change_stream
 from upr.storage import keyspace
 from upr.storage.check.contents import Finding, check_consumers
 from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow
@@ -430,6 +432,25 @@ async def test_saves_of_one_owner_are_applied_in_the_order_in_which_they_came(ta
             )
             await asyncio.gather(*both)
             assert (await load(client, 0))[0].seqno == 2
+
+
+@pytest.mark.asyncio
+async def test_who_steps_down_while_positions_are_checked_stores_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = change_stream._check_positions
+    async with connected(tmp_path) as (server, client):
+        host = server._catalog.find("default")
+
+        async def checked(*given: Any) -> None:
+            await check(*given)
+            await host.step_down(fenced=True)
+
+        generation = await own(client)
+        monkeypatch.setattr(change_stream, "_check_positions", checked)
+        refused = await error_of(save(client, generation, position(0)))
+        assert refused.reason == "PARTITION_NOT_ACTIVE"
+        assert await load(client) == {}
 
 
 @pytest.mark.asyncio
