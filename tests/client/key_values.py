@@ -57,6 +57,7 @@ class KeyValueServer(KeyValueServiceServicer):
 
     Args:
         faults: none unless given.
+        looked: gets the server each time that it is asked for its partitions; several may share one.
         answers_max: so many answers one GetResponse carries.
         tls: private key and certificate chain, in PEM.
     """
@@ -64,11 +65,13 @@ class KeyValueServer(KeyValueServiceServicer):
     def __init__(
         self,
         faults: Faults | None = None,
+        looked: list["KeyValueServer"] | None = None,
         *,
         answers_max: int = 1000,
         tls: tuple[bytes, bytes] | None = None,
     ) -> None:
         self.faults = faults or Faults()
+        self.looked = [] if looked is None else looked
         self.values: dict[bytes, bytes] = {}
         self.applied: list[tuple[bytes, bytes | None]] = []
         self.writes: list[kv_pb2.WriteBlock] = []
@@ -132,6 +135,7 @@ class KeyValueServer(KeyValueServiceServicer):
 
     async def GetPartitions(self, request: Any, context: Any) -> Any:
         self.looks += 1
+        self.looked.append(self)
         if self.looks > self.faults.there:
             await asyncio.Event().wait()
         state = types_pb2.PARTITION_STATE_ACTIVE

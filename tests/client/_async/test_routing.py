@@ -206,6 +206,24 @@ async def test_a_writer_leaves_a_server_that_stands_still_when_another_is_active
 
 
 @pytest.mark.asyncio
+async def test_a_writer_stays_at_a_slow_server_while_that_says_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("upr_client._async.block_writer.QUIET_SECONDS", 0.05)
+    monkeypatch.setattr("upr_client._async.call._THERE_SECONDS", 2.0)
+    looked: list[KeyValueServer] = []
+    slow = KeyValueServer(Faults(unanswered=2, there=3), looked)
+    active = KeyValueServer(looked=looked)
+    async with running(slow), running(active):
+        async with AsyncClient([slow.target, active.target]) as client:
+            bucket = client.bucket()
+            await bucket.set(b"1", b"v")
+            await bucket.set(b"2", b"v")
+            assert client.target == active.target
+    assert looked[:3] == [slow] * 3
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("begins", [[], [opened(heartbeat_seconds=0.4), Expect("start")]])
 async def test_a_follower_leaves_a_server_that_stands_still_when_another_is_active(
     begins: list[Step], monkeypatch: pytest.MonkeyPatch

@@ -197,6 +197,23 @@ def test_a_writer_leaves_a_server_that_stands_still_when_another_is_active(
     assert (still.values, active.values) == ({b"1": b"v"}, {b"2": b"v"})
 
 
+def test_a_writer_stays_at_a_slow_server_while_that_says_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("upr_client._sync.block_writer.QUIET_SECONDS", 0.05)
+    monkeypatch.setattr("upr_client._sync.call._THERE_SECONDS", 2.0)
+    looked: list[KeyValueServer] = []
+    slow = KeyValueServer(Faults(unanswered=2, there=3), looked)
+    active = KeyValueServer(looked=looked)
+    with running(slow), running(active):
+        with Client([slow.target, active.target]) as client:
+            bucket = client.bucket()
+            bucket.set(b"1", b"v")
+            bucket.set(b"2", b"v")
+            assert client.target == active.target
+    assert looked[:3] == [slow] * 3
+
+
 @pytest.mark.parametrize("begins", [[], [opened(heartbeat_seconds=0.4), Expect("start")]])
 def test_a_follower_leaves_a_server_that_stands_still_when_another_is_active(
     begins: list[Step], monkeypatch: pytest.MonkeyPatch
