@@ -13,6 +13,7 @@ finds one of the crossings.
 
 import struct
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -132,19 +133,32 @@ class Lookup:
         Args:
             block: checked, and newer than those that are searched later.
         """
-        data, spans = block.opened()
-        edges, at = spans.get(KEY_OFFSETS, ABSENT)[0], spans.get(KEYS, ABSENT)[0]
-        run_ends = row_bounds(block.runs)[1:] if len(block.runs) > 1 else None
+        (data, spans), runs = block.opened(), block.runs
+        # Where each column begins; -1 for one that is empty.
+        seqnos, ops, key_edges, keys, value_edges, values = (
+            first if end > first else -1
+            for first, end in (spans.get(field, ABSENT) for field in _COLUMNS)
+        )
+        owners, starts = runs["partition"].tolist(), runs["start_seqno"].tolist()
+        # Most blocks of the store have one run; one of the tail may have a thousand, and as many rows that are wanted.
+        bounds = row_bounds(runs).tolist() if len(runs) > 1 else [0]
         for row in reversed(rows):
-            first, end = _EDGES.unpack_from(data, edges + 4 * row)
-            key = data[at + first : at + end]
+            first, end = _EDGES.unpack_from(data, key_edges + 4 * row)
+            key = data[keys + first : keys + end]
             # A writer may put a key into a partition that is not its own; such a row does not match.
-            run = 0 if run_ends is None else int(np.searchsorted(run_ends, row, side="right"))
-            owner = int(block.runs["partition"][run])
-            number = self._open.get(owner, {}).get(key)
-            if number is not None:
-                self._close(owner, key)
-                self._keep(number, _mutation(block, row, run))
+            run = bisect_right(bounds, row) - 1
+            number = self._open.get(owners[run], {}).get(key)
+            if number is None:
+                continue
+            self._close(owners[run], key)
+            offset = row - bounds[run] + 1
+            if seqnos >= 0:
+                (offset,) = _U32.unpack_from(data, seqnos + 4 * row)
+            value = None
+            if ops < 0 or data[ops + row] != OP_DELETE:
+                first, end = _EDGES.unpack_from(data, value_edges + 4 * row)
+                value = data[values + first : values + end]
+            self._keep(number, Newest(starts[run] + offset, value))
 
     def _close(self, partition: int, key: bytes) -> None:
         keys = self._open.get(partition, {})
@@ -165,22 +179,7 @@ class Lookup:
                     self._close(int(self.partitions[other]), key)
 
 
-def _mutation(block: Encoded, row: int, run: int) -> Newest:
-    data, spans = block.opened()
-    first, end = spans.get(SEQNOS, ABSENT)
-    if end > first:
-        (offset,) = _U32.unpack_from(data, first + 4 * row)
-    else:
-        offset = row - int(row_bounds(block.runs)[run]) + 1
-    seqno = int(block.runs["start_seqno"][run]) + offset
-    first, end = spans.get(OPS, ABSENT)
-    if end > first and data[first + row] == OP_DELETE:
-        return Newest(seqno, None)
-    edges = _EDGES.unpack_from(data, spans.get(VALUE_OFFSETS, ABSENT)[0] + 4 * row)
-    first = spans.get(VALUES, ABSENT)[0]
-    return Newest(seqno, data[first + edges[0] : first + edges[1]])
-
-
+_COLUMNS = SEQNOS, OPS, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES
 _U32, _EDGES = struct.Struct("<I"), struct.Struct("<ii")
 
 
