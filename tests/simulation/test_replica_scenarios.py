@@ -377,6 +377,7 @@ def test_a_repeated_write_is_known_to_a_replica_that_was_told_of_it(
         assert engine(replica).tail.first == 0
         if flushed:
             flush(world, replica)
+        world.net.lose(active.host, "client")
         active.kill()
         assert world.promoted(replica) == ""
         world.net.heal()
