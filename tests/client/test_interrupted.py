@@ -4,6 +4,7 @@
 import asyncio
 import gc
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -150,6 +151,9 @@ def test_closing_in_a_forked_process_does_nothing() -> None:
             child = os.fork()
             if not child:
                 code = 1
+                # One that hangs would outlive the test.
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(8)
                 try:
                     changes.close()
                     code = 2 if positions.load([1]) else 0

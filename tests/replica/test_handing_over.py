@@ -454,7 +454,8 @@ async def test_what_is_dead_here_is_named_at_once_and_given_up_alone(
     # Nobody waits for what cannot come.
     monkeypatch.setattr(owning, "GATHER_SECONDS", 1e6)
     with pytest.raises(UprError) as refused:
-        await new.owning.promote()
+        async with asyncio.timeout(8):
+            await new.owning.promote()
     assert refused.value.reason == "NOT_HEARD"
     assert f"partition 7: partition 7 is dead here, at {new.target}" in refused.value.message
     done = await new.owning.promote(force=True)
