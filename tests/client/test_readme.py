@@ -62,7 +62,7 @@ def test_the_examples_run(
         for line in promised(example):
             assert line in lines, (example, printed)
     assert sum(len(promised(example)) for example in examples) >= 14
-    assert (tmp_path / "users.positions").exists()
+    assert (tmp_path / "acks").exists()
 
 
 @pytest.mark.parametrize("module", [upr_client, admin, errors])
