@@ -320,12 +320,10 @@ async def _matched(doing: Awaitable[object], name: str, what: str) -> UprError |
             hint=error.hint or "the other buckets are served; it is tried again every second",
             retriable=True,
         )
-    # Events are constant texts.
-    made, dropped = (
-        "a bucket was made here, as in the cluster",
-        "a bucket was dropped here, as in the cluster",
-    )
-    log.warning(made if what == "made" else dropped, extra={"bucket": name})
+    if what == "made":
+        log.warning("a bucket was made here, as in the cluster", extra={"bucket": name})
+    else:
+        log.warning("a bucket was dropped here, as in the cluster", extra={"bucket": name})
     return None
 
 
