@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from upr_backup.errors import NotEmptyError
 from upr_backup.repository import LocalStorage, Storage, open_storage
-from upr_backup.repository.objects import interruptible, of_object_store
+from upr_backup.repository.object_store import interruptible, of_object_store
 from upr_backup.rows import Point, data_bytes, in_order, live
 from upr_protocol.errors import InvalidArgumentError, MissingPackageError, UprError
 

@@ -16,11 +16,11 @@ from upr.replica import owning, replication
 from upr.replica.holding import Holding, Promoted, told_once
 from upr.replica.owning import Owning
 from upr.replica.replication import Replication
-from upr.replica.tables import take_tables
+from upr.replica.upstream_tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.conversation import REPLICAS_NAME
-from upr.service.tables import TableFeed, cut_message
+from upr.service.replica_tables import TableFeed, cut_message
 from upr.storage.directory import Stored, read_standing
 from upr.storage.keyspace import ConsumerRow
 from upr_client import AsyncClient

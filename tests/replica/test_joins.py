@@ -31,7 +31,7 @@ from upr.replica.holding import held_of
 from upr.replica.owning import Owning
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.following import Following
-from upr.service.tables import TableFeed
+from upr.service.replica_tables import TableFeed
 from upr.storage.keyspace import PRODUCER as NUMBERS
 from upr.storage.keyspace import ProducerNumbers
 from upr.storage.undone import undone_files

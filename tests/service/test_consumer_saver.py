@@ -9,7 +9,7 @@ import pytest
 from tests.engine.test_saves import IDS, acknowledge, save
 from upr.engine.consumers import Consumers, Save
 from upr.service.buckets.keepers import ConsumerSaver, Rows
-from upr.service.trouble import Troubles
+from upr.service.storage_trouble import Troubles
 from upr_protocol.errors import FencedError, StorageFailedError
 
 

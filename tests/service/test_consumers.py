@@ -19,7 +19,7 @@ from tests.service.test_positions import PARTITION, fill
 from upr.engine.consumers import Consumers
 from upr.service import admin as consumer_methods
 from upr.service.buckets.keepers import ConsumerSaver, Rows
-from upr.service.trouble import Troubles
+from upr.service.storage_trouble import Troubles
 from upr_client import AsyncClient as Client
 from upr_client import FilePositions
 from upr_protocol.wire.v1 import admin_service_pb2 as admin

@@ -14,7 +14,7 @@ from tests.raw import RawClient, seqnos_of, start_at
 from tests.service.bucket_state import serving
 from upr.config import ServerConfig
 from upr.storage import store as store_module
-from upr.storage.lmdb_file import MAP_BYTES, MAP_BYTES_USUAL, map_bytes
+from upr.storage.lmdb_pages import MAP_BYTES, MAP_BYTES_USUAL, map_bytes
 from upr.storage.store import Store
 from upr_protocol.limits import BUCKETS_MAX
 

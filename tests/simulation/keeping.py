@@ -15,7 +15,7 @@ from upr.service.admin import AdminMethods
 from upr.service.buckets.keepers import ConsumerSaver, Rows, micros
 from upr.service.change_stream import ChangeStreamMethods
 from upr.service.clock import Clock
-from upr.service.trouble import Troubles
+from upr.service.storage_trouble import Troubles
 from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.limits import FAILOVER_LOG_RECORDS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin

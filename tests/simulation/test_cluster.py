@@ -19,7 +19,7 @@ from upr.cluster.registry import Map
 from upr.engine.partitions import ACTIVE
 from upr.replica.methods import ReplicaMethods
 from upr.service.buckets.catalog import Catalog
-from upr.service.tables import TableFeed
+from upr.service.replica_tables import TableFeed
 from upr_client import AsyncClient, UprError
 from upr_protocol.errors import NoRoomError
 from upr_protocol.ownership import Standing

@@ -14,7 +14,7 @@ from tests.harness import RunningServer
 from tests.spark.restoring import Source, source
 from tests.spark.s3 import S3Server, s3_server
 from tests.spark.sink_rows import Place, new_place
-from upr_backup.repository import objects
+from upr_backup.repository import object_store
 from upr_client import Client
 from upr_client.types import Bucket
 
@@ -67,8 +67,8 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     with s3_server() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(objects, "_FIRST_SECONDS", 0.2)
-        monkeypatch.setattr(objects, "_RETRY_SECONDS", 0.2)
+        monkeypatch.setattr(object_store, "_FIRST_SECONDS", 0.2)
+        monkeypatch.setattr(object_store, "_RETRY_SECONDS", 0.2)
         yield server
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.spark.backup_model import InlineEngine, MemoryStorage, ModelSource, World
 from upr_backup.backup import Run
-from upr_backup.engines import jvm
 from upr_backup.engines import spark as engine_module
+from upr_backup.engines import spark_session
 from upr_backup.engines.engine import Rows
 from upr_backup.errors import HistoryChangedError, LockedError, RepositoryDamagedError
 from upr_backup.repository import LocalStorage
@@ -214,10 +214,10 @@ def test_a_new_jvm_is_started_for_one_that_was_killed(monkeypatch: pytest.Monkey
         "end_session": ended.append,
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(jvm, name, fake)
+        monkeypatch.setattr(spark_session, name, fake)
     monkeypatch.setattr(engine_module, "_Job", Dying)
     engine = engine_module.SparkEngine("local[1]", {})
-    with pytest.raises(jvm.SparkError, match="JVM ended") as failed:
+    with pytest.raises(spark_session.SparkError, match="JVM ended") as failed:
         list(engine.run([]))
     assert failed.value.retriable
     assert list(engine.run([])) == list(engine.run([])) == [Rows(0)]

@@ -28,7 +28,7 @@ from tests.spark.backup_process import (
 from tests.spark.restoring import content, document, restored, taken, upr_backup
 from upr_backup.backup import GROUP_SEQNOS, GROUP_SEQNOS_MIN, group_size, split
 from upr_backup.cli.commands import main
-from upr_backup.engines import jvm
+from upr_backup.engines import spark_session
 from upr_backup.engines.engine import Finished, TaskError, from_text, to_text
 from upr_backup.engines.local import LocalEngine
 from upr_backup.errors import HistoryChangedError, LockedError
@@ -319,20 +319,20 @@ def test_groups_suit_what_there_is_and_who_reads() -> None:
 
 
 def test_masters_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert jvm.checked_master("local") == "local[1,4]"
-    assert jvm.checked_master("local[3]") == "local[3,4]"
-    assert jvm.checked_master("local[*,2]") == "local[*,2]"
-    assert jvm.checked_master("spark://h:1") == "spark://h:1"
-    assert (jvm.cores_of("local[3,4]"), jvm.cores_of("yarn")) == (3, 16)
+    assert spark_session.checked_master("local") == "local[1,4]"
+    assert spark_session.checked_master("local[3]") == "local[3,4]"
+    assert spark_session.checked_master("local[*,2]") == "local[*,2]"
+    assert spark_session.checked_master("spark://h:1") == "spark://h:1"
+    assert (spark_session.cores_of("local[3,4]"), spark_session.cores_of("yarn")) == (3, 16)
     for wrong in ("", "local[", "local[0x]", "http://h"):
         with pytest.raises(InvalidArgumentError, match="no Spark master"):
-            jvm.checked_master(wrong)
+            spark_session.checked_master(wrong)
     monkeypatch.setenv("JAVA_HOME", "/nowhere")
     with pytest.raises(MissingPackageError, match="Java 17"):
-        jvm.check_installed()
+        spark_session.check_installed()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="needs pyspark"):
-        jvm.check_installed()
+        spark_session.check_installed()
 
 
 def test_bad_options_get_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from upr_backup.errors import (
 )
 from upr_backup.repository import LocalStorage, Storage, check_storage, open_storage
 from upr_backup.repository.lock import Lock
-from upr_backup.repository.objects import ObjectStorage
+from upr_backup.repository.object_store import ObjectStorage
 from upr_protocol.errors import InvalidArgumentError
 
 REAL = os.environ.get("UPR_TEST_STORAGE")

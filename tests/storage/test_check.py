@@ -32,7 +32,7 @@ from upr.storage.keyspace import (
     pack_hashes,
     partition_key,
 )
-from upr.storage.lmdb_file import PageFile, check_length
+from upr.storage.lmdb_pages import PageFile, check_length
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.codec import encode_block

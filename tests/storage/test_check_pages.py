@@ -9,7 +9,7 @@ import pytest
 
 from upr.storage.check.trees import check_pages
 from upr.storage.keyspace import TABLES
-from upr.storage.lmdb_file import PageFile, check_length
+from upr.storage.lmdb_pages import PageFile, check_length
 
 SIZES = (10, 10, 100, 1500, 3000, 9000, 60_000)
 

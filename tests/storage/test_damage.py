@@ -19,7 +19,7 @@ import pytest
 
 from tests.storage.closed import Closed, filled
 from upr.storage.check.directory import BucketReport, check_directory
-from upr.storage.lmdb_file import PageFile
+from upr.storage.lmdb_pages import PageFile
 
 SEEDS = int(os.environ.get("UPR_DAMAGE_SEEDS", "18"))
 READ_SECONDS = 60.0

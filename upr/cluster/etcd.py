@@ -18,7 +18,7 @@ from upr.cluster.wire import etcd_pb2 as wire
 from upr.cluster.wire import etcd_pb2_grpc as stubs
 from upr.replica.links import Channels, Links
 from upr.service.access.files import signature
-from upr.service.trouble import words_of
+from upr.service.storage_trouble import words_of
 from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError
 from upr_protocol.limits import SET_MEMBERS_MAX
 

@@ -15,7 +15,7 @@ from upr.replica.holding import Holding, beside
 from upr.replica.meeting import Meeting
 from upr.service.buckets.catalog import Catalog
 from upr.service.conversation import REPLICAS_NAME
-from upr.service.trouble import words_of
+from upr.service.storage_trouble import words_of
 from upr_protocol.block import U64
 from upr_protocol.errors import BucketGoneError, StorageFailedError, UnavailableError, UprError
 from upr_protocol.ownership import Row, Standing

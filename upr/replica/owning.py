@@ -34,7 +34,7 @@ from upr.replica.meeting import MEET_SECONDS, Answer, Meeting
 from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.trouble import words_of
+from upr.service.storage_trouble import words_of
 from upr.storage.directory import Stored
 from upr_protocol.errors import (
     DataDamagedError,

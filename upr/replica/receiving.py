@@ -20,7 +20,7 @@ from upr.engine.partitions import DEAD, PENDING, REPLICA
 from upr.engine.recovery import Undo
 from upr.engine.streams import HISTORY_CHANGED
 from upr.engine.tail import TailEntry
-from upr.replica.tables import take_tables
+from upr.replica.upstream_tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.storage.journal import NumberedWrite
 from upr_protocol.block import POSITION, Block

@@ -23,7 +23,7 @@ from upr.replica.links import Links
 from upr.replica.receiving import Receiving, UndoNeededError
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.trouble import words_of
+from upr.service.storage_trouble import words_of
 from upr.storage.store import Identity
 from upr_client.backoff import delay
 from upr_client.endpoints import endpoints_of

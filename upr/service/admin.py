@@ -24,7 +24,7 @@ from upr.service.clock import Clock
 from upr.service.follow import beginnings
 from upr.service.overload.intake import Context
 from upr.service.overload.process import BOUNDS_MS, LoopDelays, memory_bytes
-from upr.service.trouble import words_of
+from upr.service.storage_trouble import words_of
 from upr.storage import directory, journal
 from upr.storage.blocks import stretches
 from upr_protocol.errors import (

@@ -22,8 +22,8 @@ from upr.service.overload.callers import Callers, peer_of
 from upr.service.overload.intake import Context, Intake, abort
 from upr.service.overload.pace import Rounds
 from upr.service.overload.sending import SendingRoom
-from upr.service.tables import cut_message
-from upr.service.trouble import words_of
+from upr.service.replica_tables import cut_message
+from upr.service.storage_trouble import words_of
 from upr_protocol.errors import (
     InvalidArgumentError,
     PositionDamagedError,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from upr import failpoints
-from upr.service.trouble import words_of
+from upr.service.storage_trouble import words_of
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import replace_durably
 from upr_protocol.limits import CLOCK_JUMP_SECONDS

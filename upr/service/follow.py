@@ -32,9 +32,9 @@ from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, second
 from upr.service.overload.intake import Context, Intake, shed_error
 from upr.service.overload.pace import Rounds
 from upr.service.overload.sending import Sender, SendingRoom
+from upr.service.replica_tables import TableFeed
 from upr.service.sight import tracing
 from upr.service.sight.counting import count_reason
-from upr.service.tables import TableFeed
 from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
 from upr_protocol.block import START

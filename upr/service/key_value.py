@@ -24,7 +24,7 @@ from upr.service.overload.intake import LARGE_BYTES, Context, Intake, abort, she
 from upr.service.overload.process import SAMPLE_SECONDS, LoopDelays
 from upr.service.sight import tracing
 from upr.service.sight.counting import count_reason, refusals
-from upr.service.trouble import words_of
+from upr.service.storage_trouble import words_of
 from upr.storage.read import all_begin_with
 from upr.storage.search import Lookup, StoreSearch, TailSearch
 from upr_protocol.block import U64, Block, check_row

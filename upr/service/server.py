@@ -39,8 +39,8 @@ from upr.service.overload.callers import Callers, Turns
 from upr.service.overload.gate import Gate
 from upr.service.overload.intake import Intake, abort
 from upr.service.sight import tracing, web
+from upr.service.storage_trouble import words_of
 from upr.service.text.port import TextPort
-from upr.service.trouble import words_of
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import ListenError, UprError
 from upr_protocol.limits import (

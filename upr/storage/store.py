@@ -32,8 +32,8 @@ from upr.storage.keyspace import (
     ProducerRow,
     ProducerSeen,
 )
-from upr.storage.lmdb_file import check_length, map_bytes
-from upr.storage.numbers import (
+from upr.storage.lmdb_pages import check_length, map_bytes
+from upr.storage.producer_numbers import (
     Counts,
     Numbers,
     beaten,

@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from upr_backup.engines import jvm as spark_jvm
+from upr_backup.engines import spark_session as spark_jvm
 from upr_backup.engines.engine import TICK_SECONDS, Finished, Rows, from_text
 from upr_backup.repository import open_storage
 from upr_backup.repository.repository import Repository

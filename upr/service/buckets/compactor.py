@@ -33,7 +33,7 @@ from upr.engine.compaction import (
     plan_whole,
     purge_limits,
 )
-from upr.service import trouble
+from upr.service import storage_trouble
 from upr.service.buckets.disk import Disk
 from upr.service.buckets.keepers import finish_even_if_cancelled, pause
 from upr.service.buckets.room import merge_room
@@ -149,9 +149,9 @@ class Compactor:
             try:
                 async with self.turn:
                     await self._merge(partitions)
-                self._disk.troubles.ends(trouble.MERGE)
+                self._disk.troubles.ends(storage_trouble.MERGE)
             except (OSError, lmdb.Error, NoRoomError) as error:
-                self._disk.troubles.begins(trouble.MERGE, error)
+                self._disk.troubles.begins(storage_trouble.MERGE, error)
                 if isinstance(error, lmdb.PanicError):
                     return
                 self.note(partitions)
@@ -464,7 +464,7 @@ class Compactor:
             return await self.rewrite(whole, examined)
         except (OSError, lmdb.Error) as error:
             raise StorageFailedError(
-                f"partition {whole.partition} could not be written: {trouble.words_of(error)}",
+                f"partition {whole.partition} could not be written: {storage_trouble.words_of(error)}",
                 hint="see the server's log",
                 retriable=True,
             ) from error
@@ -498,7 +498,7 @@ class Compactor:
                 except (DataDamagedError, CorruptBlockError) as error:
                     self.damaged({partition: error})
                 except (OSError, lmdb.Error, NoRoomError, StorageFailedError) as error:
-                    self._disk.troubles.begins(trouble.PURGE, error)
+                    self._disk.troubles.begins(storage_trouble.PURGE, error)
                     failed = True
                     if isinstance(error, NoRoomError):
                         break
@@ -506,7 +506,7 @@ class Compactor:
                     log.error("purging failed", extra={"partition": partition, "error": str(error)})
                 await self.rest(min(time.monotonic() - started, REST_SECONDS_MAX))
             if not failed:
-                self._disk.troubles.ends(trouble.PURGE)
+                self._disk.troubles.ends(storage_trouble.PURGE)
 
 
 def _is_direct(heads: Sequence[Head]) -> bool:

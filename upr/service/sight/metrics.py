@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from upr import __version__
 from upr.engine.consumers import Consumer
 from upr.engine.partitions import DEAD
-from upr.service import trouble
+from upr.service import storage_trouble
 from upr.service.admin import Process, replicas_of
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
@@ -102,16 +102,16 @@ BUCKET_COUNTERS: Final[dict[str, tuple[str, _Value]]] = {
 }
 """Counters of each bucket; ``_total`` is added to their names."""
 _PROBLEMS: Final = {
-    "journal": trouble.JOURNAL,
-    "proof": trouble.PROOF,
-    "flush": trouble.FLUSH,
-    "room": trouble.ROOM,
-    "merge": trouble.MERGE,
-    "purge": trouble.PURGE,
-    "positions": trouble.POSITIONS,
-    "cuts": trouble.CUTS,
-    "files": trouble.FILES,
-    "producers": trouble.PRODUCERS,
+    "journal": storage_trouble.JOURNAL,
+    "proof": storage_trouble.PROOF,
+    "flush": storage_trouble.FLUSH,
+    "room": storage_trouble.ROOM,
+    "merge": storage_trouble.MERGE,
+    "purge": storage_trouble.PURGE,
+    "positions": storage_trouble.POSITIONS,
+    "cuts": storage_trouble.CUTS,
+    "files": storage_trouble.FILES,
+    "producers": storage_trouble.PRODUCERS,
 }
 """Label of each trouble -> what the log calls it."""
 

@@ -15,6 +15,7 @@ from upr.engine.streams import SHUTTING_DOWN, EndReason, too_slow
 from upr.service.buckets.catalog import Catalog
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of
 from upr.service.overload.sending import Sender, SendingRoom
+from upr.service.storage_trouble import words_of
 from upr.service.text.feed import Feed, Lines
 from upr.service.text.lines import (
     Command,
@@ -26,7 +27,6 @@ from upr.service.text.lines import (
     parse_command,
     shown_name,
 )
-from upr.service.trouble import words_of
 from upr.storage.store import ReadRequest
 from upr_protocol.errors import (
     BucketNotFoundError,

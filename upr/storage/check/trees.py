@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from upr.storage.keyspace import TABLES
-from upr.storage.lmdb_file import (
+from upr.storage.lmdb_pages import (
     BRANCH,
     HEADER,
     LEAF,

@@ -50,7 +50,7 @@ from upr.storage.keyspace import (
     partition_key,
     unpack_block_key,
 )
-from upr.storage.lmdb_file import DATA_FILE, PageFile, check_length, map_bytes
+from upr.storage.lmdb_pages import DATA_FILE, PageFile, check_length, map_bytes
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 
 _TICK_SECONDS = 1.0

@@ -10,7 +10,7 @@ from tests.storage.stored_blocks import numbers_of, store_of
 from upr.engine.partitions import ACTIVE, REPLICA
 from upr.storage import keyspace
 from upr.storage.keyspace import PRODUCER_GRAIN, PartitionRow, ProducerRow
-from upr.storage.numbers import counts_on
+from upr.storage.producer_numbers import counts_on
 from upr.storage.store import Store
 from upr_protocol.block import U64
 from upr_protocol.failover import FailoverLog

@@ -1,4 +1,4 @@
-"""The small tables of the upstream, taken over by a replica: see ``upr.service.tables`` for when what is told.
+"""The small tables of the upstream, taken over by a replica: see ``upr.service.replica_tables`` for when what is told.
 
 Each is stored before it counts. What the upstream has no more goes when it has told all: rows of consumers that it did not
 tell, and cuts that it did not list. Of one that may have less than is here only what is newer is taken, and nothing goes. The replica is in step when all were told and it durably has every seqno that they name:

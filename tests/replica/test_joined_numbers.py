@@ -18,8 +18,8 @@ from tests.replica.members import (
     until,
     write,
 )
-from upr.replica.tables import take_tables
-from upr.service.tables import TableFeed
+from upr.replica.upstream_tables import take_tables
+from upr.service.replica_tables import TableFeed
 from upr.storage.store import Store
 from upr_protocol.block import U64
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
