@@ -36,8 +36,8 @@ from upr_cli_kit.output import (
     Group,
     add_examples,
     columns,
-    json_option,
     note,
+    output_options,
     print_done,
     print_json,
     verbose_option,
@@ -54,8 +54,7 @@ if TYPE_CHECKING:
 @click.option("--target", type=TARGET, envvar="UPR_TARGET", help="HOST:PORT of the server.")
 @login_options
 @click.option("--bucket", default="default", show_default=True, help="The bucket's name.")
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def init(storage: Storage, target: str | None, bucket: str, as_json: bool) -> None:
     """Make a repository for a bucket; with a key everything that it is to hold is encrypted."""
@@ -140,8 +139,7 @@ _TARGET_OPTION = click.option(
 )
 @click.option("--every", type=duration(low=1), help="Go on taking backups, one each 60s, 5m or 1h.")
 @progress_option
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def backup(
     storage: Storage,
@@ -317,8 +315,7 @@ def _warn(lines: list[str], in_all: str) -> None:
 
 
 @click.command("list")
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def list_command(storage: Storage, as_json: bool) -> int:
     """Show all backups that have not expired, oldest first.
@@ -361,8 +358,7 @@ def _listed(chain: Chain, link: Link) -> Json:
 
 @click.command("info")
 @click.argument("number", metavar="[ID]", type=click.IntRange(min=1), required=False)
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def info(storage: Storage, number: int | None, as_json: bool) -> None:
     """Show one backup, the newest unless ID says which."""
@@ -435,8 +431,7 @@ PERCENT = Parsed("percent", _percent)
 @_TARGET_OPTION
 @login_options
 @progress_option
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def verify_command(
     storage: Storage,

@@ -21,15 +21,14 @@ from upr_backup.repository import Storage
 from upr_backup.repository.documents import now_micros, time_text
 from upr_backup.repository.repository import number_in
 from upr_cli_kit import exit_codes
-from upr_cli_kit.output import confirm, json_option, note, print_done, print_json, verbose_option
+from upr_cli_kit.output import confirm, note, output_options, print_done, print_json
 
 
 @click.command("merge")
 @click.option("--to", type=click.IntRange(min=1), metavar="ID", help="Fold everything up to this.")
 @keep_options
 @progress_option
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def merge(storage: Storage, to: int | None, as_json: bool) -> None:
     """Fold all backups up to one into a base, from which it and later ones are restored faster.
@@ -62,8 +61,7 @@ def merge(storage: Storage, to: int | None, as_json: bool) -> None:
 
 @click.command("expire")
 @keep_options
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def expire(storage: Storage, as_json: bool) -> None:
     """Let old restore points go: those that no option --keep-... and no pin keeps; the newest stays always.
@@ -118,8 +116,7 @@ def _range(low: int, high: int) -> str:
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @progress_option
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def prune(storage: Storage, grace: int, dry_run: bool, as_json: bool) -> None:
     """Remove from the storage what has expired, and what killed runs and merges left.
@@ -167,8 +164,7 @@ def prune(storage: Storage, grace: int, dry_run: bool, as_json: bool) -> None:
 @click.argument("number", metavar="[ID]", type=click.IntRange(min=1), required=False)
 @click.option("--pin", is_flag=True, help="Have 'expire' keep the backup.")
 @click.option("--remove", is_flag=True, help="Take the name, and its pin, away.")
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def tag(
     storage: Storage, name: str, number: int | None, pin: bool, remove: bool, as_json: bool
@@ -201,8 +197,7 @@ def tag(
 
 @click.command("repair")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def repair(storage: Storage, yes: bool, as_json: bool) -> int:
     """Have the chain end before its first damaged backup, so that it can be gone on with.
@@ -259,8 +254,7 @@ def _tell_loss(lost: list[int], last: int, cut_time: int | None) -> None:
 
 
 @click.command("unlock")
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def unlock(storage: Storage, as_json: bool) -> None:
     """Take the lock from a run of another machine that does not exist any more, without waiting for its end.

@@ -21,7 +21,7 @@ from upr_backup.repository import Storage
 from upr_backup.repository.documents import time_text
 from upr_cli_kit import exit_codes
 from upr_cli_kit.options import PARTITION_SET, TARGET, login_options, open_client, required_target
-from upr_cli_kit.output import columns, json_option, note, print_json, verbose_option
+from upr_cli_kit.output import columns, note, output_options, print_json
 from upr_protocol.partitioning import partition_of
 
 _VERIFIED = {
@@ -45,8 +45,7 @@ _VERIFIED = {
     "--dry-run", is_flag=True, help="Read and check all, say what would be written, write nothing."
 )
 @progress_option
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def restore(
     storage: Storage,
@@ -116,8 +115,7 @@ def restore(
 @click.option("--utf8", is_flag=True, help="Keys and values as strings, which all must be UTF-8.")
 @click.option("--overwrite", is_flag=True, help="Replace a Delta table that is there.")
 @progress_option
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def export(
     storage: Storage,
@@ -154,8 +152,7 @@ def export(
 @click.argument("key", type=KEY)
 @click.option("--at", type=RESTORE_POINT, help=f"Print the value there, as it is. {AT_HELP}")
 @progress_option
-@json_option
-@verbose_option
+@output_options
 @click.pass_obj
 def find(storage: Storage, key: bytes, at: Any, as_json: bool) -> int:
     """Show what KEY is at every backup, or with --at its value at one."""
