@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -180,14 +181,19 @@ class RawFollow:
         if message is grpc.aio.EOF:
             raise EOFError(f"the Follow call ended: {await self.call.details()}")
         if message.HasField("frame") and self.give_credit:
-            await self.send(credit=changes.Credit(bytes=message.frame.credit_bytes))
+            await self._answer(credit=changes.Credit(bytes=message.frame.credit_bytes))
         if message.HasField("heartbeat"):
-            await self.send(pong=changes.Pong())
+            await self._answer(pong=changes.Pong())
         response: changes.FollowResponse = message
         return response
 
     async def send(self, **message: Any) -> None:
         await self.call.write(changes.FollowRequest(**message))
+
+    async def _answer(self, **message: Any) -> None:
+        # The server may have ended the call meanwhile: what it said before is read first.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self.send(**message)
 
     async def start(self, *partitions: changes.StartPartition) -> list[changes.StartAnswer]:
         await self.send(start=changes.Start(partitions=partitions))

@@ -163,6 +163,14 @@ class Liveness:
         """Record the sending of any message to the peer."""
         self._sent = max(self._sent, now)
 
+    def woke(self, now: float, due: float) -> None:
+        """Record the end of a wait that was to end at ``due``; an interval late is no silence of the peer's.
+
+        A process that stood still, as its machine did, has not read yet what came meanwhile.
+        """
+        if now - due > self._interval:
+            self._heard = min(self._heard + (now - due), now)
+
     def _heartbeat_at(self) -> float:
         return self._sent + self._interval
 

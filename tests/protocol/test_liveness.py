@@ -61,6 +61,26 @@ def test_late_news_do_not_turn_the_timers_back() -> None:
     assert not timers.peer_is_gone(124.9)
 
 
+def test_a_time_in_which_this_side_stood_still_is_no_silence_of_the_peer() -> None:
+    timers = Liveness(5.0, 100.0)
+    timers.heard(104.0)
+    timers.woke(300.0, due=105.0)
+    assert not timers.peer_is_gone(300.0)
+    # What was silent before counts.
+    assert timers.next_deadline() == 105.0
+    timers.sent(300.0)
+    assert timers.next_deadline() == 305.0
+    timers.sent(310.0)
+    assert timers.next_deadline() == 314.0
+    # A little late is on time; never is more heard than until now.
+    timers.woke(313.9, due=309.0)
+    assert timers.peer_is_gone(314.0)
+    timers.heard(320.0)
+    timers.woke(330.0, due=315.0)
+    assert not timers.peer_is_gone(344.9)
+    assert timers.peer_is_gone(345.0)
+
+
 @given(
     st.floats(HEARTBEAT_SECONDS_MIN, HEARTBEAT_SECONDS_MAX),
     st.floats(0, 1e9),

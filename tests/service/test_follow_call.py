@@ -1,6 +1,7 @@
 """The Follow call with a scripted transport: what a consumer that does not read can do to the server."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -173,6 +174,24 @@ async def test_an_idle_server_asks_before_it_gives_a_silent_consumer_up(
     assert set(kinds[1:-1]) == {"heartbeat"}
     transport.half_close()
     await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_stood_still_hears_what_came_meanwhile(
+    methods: ChangeStreamMethods,
+) -> None:
+    transport = Transport(heartbeat_seconds=0.05)
+    call = begin(methods, transport)
+    await transport.until(lambda: bool(transport.told))
+    for _ in range(3):
+        # Longer than three intervals, in which the loop does nothing at all; gRPC takes some turns to hand over.
+        time.sleep(0.3)  # noqa: ASYNC251
+        for _ in range(10):
+            await asyncio.sleep(0)
+        transport.say(pong=wire.Pong())
+        kinds = {message.WhichOneof("message") for message in transport.told}
+        assert kinds <= {"opened", "heartbeat"}
+    await stop(call)
 
 
 @pytest.mark.asyncio

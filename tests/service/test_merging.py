@@ -191,7 +191,7 @@ async def test_followers_of_every_kind_beside_merging_and_purging(
     server_process: StartServer,
 ) -> None:
     # A heartbeat now and then gets a follower with nothing to read to look whether it is done.
-    server = server_process(*OPTIONS, "--heartbeat-seconds", "0.2")
+    server = server_process(*OPTIONS, "--heartbeat-seconds", "1")
     writer = Writer(1)
     done = asyncio.Event()
     fast = Follower("fast", writer)

@@ -455,7 +455,7 @@ class SimulatedClient:
                 return (yield from self._take(self._shares.popleft(), state))
             if not self._inbox:
                 if waited:
-                    state.check_heard(network.now)
+                    state.check_heard(network.now, until)
                 return None
             message = self._next()
         except UprError as error:

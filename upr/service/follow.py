@@ -215,8 +215,13 @@ class FollowCall:
             deadline = min(self._liveness.next_deadline(), self._writing_until)
             # Look again: a write may have begun meanwhile.
             left = min(max(deadline - loop.time(), 0.01), self._reader_seconds)
+            due = loop.time() + left
             await asyncio.wait({sender}, timeout=left)
-            if not sender.done() and self._must_end(loop.time()):
+            now = loop.time()
+            self._liveness.woke(now, due)
+            # Nothing could be sent either while the process stood still.
+            self._writing_until += max(now - due, 0.0)
+            if not sender.done() and self._must_end(now):
                 done, _ = await asyncio.wait({sender}, timeout=HALF_CLOSE_SECONDS)
                 if not done:
                     raise TimeoutError

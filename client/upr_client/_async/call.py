@@ -553,15 +553,17 @@ class Follow:
         if told is not None:
             return told
         waited = seconds is None or seconds >= MOMENT_SECONDS
-        longest = self._state.patience(now())
+        began = now()
+        longest = self._state.patience(began)
+        seconds = longest if seconds is None else min(seconds, longest)
         self.waits = True
-        message = await self._inbox.get(longest if seconds is None else min(seconds, longest))
+        message = await self._inbox.get(seconds)
         self.waits = False
         if message is _WAKE:
             return self.told()
         if message is None:
             if waited:
-                self._state.check_heard(now())
+                self._state.check_heard(now(), began + seconds)
             return None
         given: stream_pb2.FollowResponse = self._unless_end(message)
         return given

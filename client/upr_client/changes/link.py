@@ -116,12 +116,13 @@ class CallState:
         """Return whether a heartbeat of the server is late."""
         return self._liveness.peer_is_late(now)
 
-    def check_heard(self, now: float) -> None:
-        """Check that the server is there, after nothing came in a moment of waiting.
+    def check_heard(self, now: float, due: float) -> None:
+        """Check that the server is there, after a moment of waiting until ``due`` in which nothing came.
 
         Raises:
             UnavailableError: it was silent for three heartbeat intervals.
         """
+        self._liveness.woke(now, due)
         if self._liveness.peer_is_gone(now):
             raise UnavailableError(
                 "the server was silent for three heartbeat intervals", reason=SILENT_REASON
