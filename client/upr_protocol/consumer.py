@@ -664,22 +664,32 @@ class Consumer:
         self._expect_starting(partition)
         self._state[partition] = _READY if retriable else _FAILED
 
-    def ended(self, streams: Sequence[tuple[int, int]], reason: str) -> list[int]:
-        """Streams (partition, token) ended. Return the partitions that this concerns; old tokens do not count.
+    def ended(self, streams: Sequence[tuple[int, int, int | None]], reason: str) -> list[int]:
+        """Streams (partition, token, seqno) ended. Return the partitions that this concerns; old tokens do not count.
+
+        The seqno is where the server says that the stream stood; None where it does not say.
 
         What ``fate_of(reason)`` says holds for them, with one exception: a stream that finished where a row may
         be missing for this reader is started again, up to its horizon.
 
         Raises:
+            ProtocolError: what was received does not reach to where a stream stood.
             SnapshotGoneError: such a stream was to end exactly there; what was missed is not to be had.
         """
-        concerned = [
-            partition
-            for partition, token in streams
+        live = [
+            (partition, seqno)
+            for partition, token, seqno in streams
             if partition < PARTITIONS
             and self._token[partition] == token
             and self._state[partition] == _LIVE
         ]
+        concerned = [partition for partition, _ in live]
+        for partition, seqno in live:
+            reached = int(self._seqno[partition])
+            if seqno is not None and seqno != reached:
+                raise ProtocolError(
+                    f"partition {partition} ended at seqno {seqno}, and what came before reaches {reached}"
+                )
         state = _STATE_AFTER[fate_of(reason)]
         for partition in concerned:
             self._token[partition] = _NO_TOKEN

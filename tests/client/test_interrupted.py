@@ -511,7 +511,7 @@ def follow_for_a_while() -> None:
         1, 3, ID_B, "RULE", "words", FailoverLog.from_pairs([(ID_A, 0), (ID_B, 3)])
     )
     session.rolled_back(1)
-    session.ended([(2, 8)], "BUCKET_DROPPED")
+    session.ended([(2, 8, None)], "BUCKET_DROPPED")
     session.unfollow([1])
     session.finish([3])
 

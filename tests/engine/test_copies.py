@@ -287,7 +287,7 @@ def test_an_acknowledgement_of_an_older_term_does_not_count() -> None:
     b.count(frozenset({ONE}), {ONE})
     assert b.copies.stable(1)[A] == 0
     # Its stream has ended; what is still on its way is of before.
-    assert [ended.streams for ended in follower.take_ended()] == [[(A, 1)]]
+    assert [ended.streams for ended in follower.take_ended()] == [[(A, 1, 1)]]
     follower.acknowledge(*told(p3=1), now=1)
     assert b.copies.stable(1)[A] == 0
     start(follower, A, seqno=1)

@@ -132,7 +132,7 @@ def test_a_partition_named_twice_in_a_stop_ends_once() -> None:
     follower, _ = following(b, MINE)
     follower.stop([MINE, MINE])
     (ended,) = follower.take_ended()
-    assert ended.streams == [(MINE, 1)]
+    assert ended.streams == [(MINE, 1, 0)]
 
 
 def test_until_inside_a_stretch_ends_at_its_marker() -> None:
@@ -272,7 +272,7 @@ def test_a_damaged_partition_ends_its_own_stream_only() -> None:
     results[0].blocks = [stretch_block(0, 9, 9)]
     follower.feed(results)
     (ended,) = follower.take_ended()
-    assert [partition for partition, _ in ended.streams] == [OTHER]
+    assert [partition for partition, _, _ in ended.streams] == [OTHER]
     assert (ended.why.reason, ended.why.retriable) == ("STORAGE_ERROR", False)
     frame = follower.next_frame()
     assert frame is not None

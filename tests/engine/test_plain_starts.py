@@ -117,7 +117,7 @@ def test_the_answers_are_those_of_one_by_one(
     for name in ("_seqno", "_horizon", "_id", "_until", "_limit", "_from_store"):
         assert (getattr(quick, name) == getattr(slow, name)).all(), name
     assert ((quick._token != 0) == (slow._token != 0)).all()
-    ends = [sorted(p for e in f.take_ended() for p, _ in e.streams) for f in both]
+    ends = [sorted(p for e in f.take_ended() for p, _, _ in e.streams) for f in both]
     assert ends[0] == ends[1]
     tails = [
         [

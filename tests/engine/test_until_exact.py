@@ -100,7 +100,7 @@ def test_a_run_of_the_tail_across_it_ends_the_stream_in_the_middle() -> None:
     rows = all_rows(map(decode_block, frame.blocks))
     assert [(row[0], row[1]) for row in rows] == [(MINE, 1), (MINE, 2), (OTHER, 1), (OTHER, 2)]
     (ended,) = follower.take_ended()
-    assert ended.streams == [(MINE, answer.token)]
+    assert ended.streams == [(MINE, answer.token, 2)]
     assert (ended.why.reason, ended.why.retriable) == ("SNAPSHOT_GONE", False)
     assert f"partition {MINE}" in ended.why.words
     assert "seqno 4" in ended.why.words

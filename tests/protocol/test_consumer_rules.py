@@ -59,10 +59,17 @@ def test_the_end_of_a_stream_that_was_replaced_ends_nothing() -> None:
     session.disconnected()
     session.starts([P])
     session.started(P, 2, B, 9, None, None)
-    assert session.ended([(P, 1)], "STOPPED") == []
+    assert session.ended([(P, 1, None)], "STOPPED") == []
     assert session.state(P) is State.LIVE
-    assert session.ended([(P, 2)], "FINISHED") == [P]
+    assert session.ended([(P, 2, 3)], "FINISHED") == [P]
     assert session.state(P) is State.DONE
+
+
+def test_a_stream_that_ended_above_what_came_of_it_is_no_end() -> None:
+    session = live(1, B, replace(AT_3, failover_id=B, log=LOG))
+    with pytest.raises(ProtocolError, match=r"ended at seqno 4.* reaches 3"):
+        session.ended([(P, 1, 4)], "FINISHED")
+    assert session.state(P) is State.LIVE
 
 
 def test_a_position_of_a_dropped_bucket_goes_back_to_0_whatever_is_answered() -> None:

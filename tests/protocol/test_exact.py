@@ -64,7 +64,7 @@ def test_it_ends_at_its_pin() -> None:
     s.starts([P])
     s.started(P, TOKEN, A, 9, 5, log((A, 0)))
     receive(s, (0, 3, 5), (3, 5, 5))
-    assert s.ended([(P, TOKEN)], "FINISHED") == [P]
+    assert s.ended([(P, TOKEN, None)], "FINISHED") == [P]
     assert s.state(P) is State.DONE
     assert s.finished
 
@@ -76,7 +76,7 @@ def test_a_position_inside_a_range_is_not_as_of_the_pin(horizon: int | None) -> 
     s.starts([P])
     s.started(P, TOKEN, A, 9, 3, None)
     with pytest.raises(SnapshotGoneError, match="partition 7: the position at seqno 3"):
-        s.ended([(P, TOKEN)], "FINISHED")
+        s.ended([(P, TOKEN, None)], "FINISHED")
     assert s.state(P) is State.FAILED
 
 
@@ -120,5 +120,5 @@ def test_the_end_of_a_stream_with_snapshot_gone_is_not_tried_again() -> None:
     s = session(Pin(A, 5))
     s.starts([P])
     s.started(P, TOKEN, A, 9, 5, log((A, 0)))
-    assert s.ended([(P, TOKEN)], "SNAPSHOT_GONE") == [P]
+    assert s.ended([(P, TOKEN, None)], "SNAPSHOT_GONE") == [P]
     assert s.state(P) is State.FAILED

@@ -85,8 +85,8 @@ class ExactReader:
 
     def take_ended(self, follower: Follower) -> None:
         for ended in follower.take_ended():
-            for p, token in ended.streams:
-                assert self.tokens.pop(p) == token
+            for p, token, seqno in ended.streams:
+                assert (self.tokens.pop(p), self.seqnos[p]) == (token, seqno)
                 self.world.count(f"exact {ended.why.reason}")
                 if ended.why.reason in ("FINISHED", "SNAPSHOT_GONE"):
                     self.world.recorder.add(

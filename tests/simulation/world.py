@@ -423,8 +423,11 @@ class World:
 
     def take_ended(self, reader: Reader, follower: Follower) -> None:
         for ended in follower.take_ended():
-            for partition, token in ended.streams:
+            for partition, token, seqno in ended.streams:
                 if reader.tokens.get(partition) == token:
+                    assert seqno == reader.seqnos[partition], (
+                        "it ended where the frames do not reach"
+                    )
                     del reader.tokens[partition]
                     self.recorder.add(
                         "ended",

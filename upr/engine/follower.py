@@ -405,14 +405,16 @@ class Follower:
             self._finished = self._finished or why is FINISHED
             self._ended.append(Ended(streams, why))
 
-    def _close(self, partitions: Iterable[int]) -> list[tuple[int, int]]:
-        """Close the open streams among these, and return them as (partition, token) for their Ended messages."""
-        chosen = list(dict.fromkeys(partitions))
-        tokens = self._token[chosen].tolist() if chosen else []
-        streams = [(p, token) for p, token in zip(chosen, tokens, strict=True) if token]
-        if not streams:
+    def _close(self, partitions: Iterable[int]) -> list[tuple[int, int, int]]:
+        """Close the open streams among these, and return them as ``Ended.streams``."""
+        chosen = np.array(list(dict.fromkeys(partitions)), int)
+        chosen = chosen[self._token[chosen] != 0]
+        gone = chosen.tolist()
+        if not gone:
             return []
-        gone = [p for p, _ in streams]
+        streams = list(
+            zip(gone, self._token[chosen].tolist(), self._seqno[chosen].tolist(), strict=True)
+        )
         self._token[gone] = 0
         self._until[gone] = self._limit[gone] = NO_END
         self._has_ends = self._has_ends and bool((self._until != NO_END).any())
@@ -526,8 +528,7 @@ class Follower:
         at_0 = self._seqno[partitions] == 0
         closed = self._close(partitions[~at_0].tolist())
         for stream, seqno in zip(closed, seqnos[~at_0].tolist(), strict=True):
-            at = int(self._seqno[stream[0]])
-            self._ended.append(Ended([stream], purged(stream[0], at, seqno)))
+            self._ended.append(Ended([stream], purged(stream[0], stream[2], seqno)))
         if at_0.any():
             again = partitions[at_0].tolist()
             gone = set(again)

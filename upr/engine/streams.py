@@ -290,9 +290,9 @@ def purged(partition: int, at: int, seqno: int) -> EndReason:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Streams, as (partition, token), that ended."""
+    """Streams that ended, as (partition, token, seqno up to which frames hold everything)."""
 
-    streams: list[tuple[int, int]]
+    streams: list[tuple[int, int, int]]
     why: EndReason
 
 

@@ -533,8 +533,8 @@ def _request(one: wire.StartPartition) -> StartRequest:
 def _ended_message(ended: Ended) -> wire.Ended:
     message = wire.Ended(problem=problem_of(ended.why.error()))
     # In place: built apart each would be copied.
-    for partition, token in ended.streams:
-        message.streams.add(partition=partition, token=token)
+    for partition, token, seqno in ended.streams:
+        message.streams.add(partition=partition, token=token, seqno=seqno)
     return message
 
 

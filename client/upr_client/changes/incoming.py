@@ -170,7 +170,10 @@ class Incoming:
 
     def take_ended(self, ended: stream_pb2.Ended) -> UprError | None:
         """Take the end of streams; return what cannot be mended by trying again."""
-        streams = [(stream.partition, stream.token) for stream in ended.streams]
+        streams = [
+            (one.partition, one.token, one.seqno if one.HasField("seqno") else None)
+            for one in ended.streams
+        ]
         problem = ended.problem
         partitions = self.session.ended(streams, problem.reason)
         fate = fate_of(problem.reason)

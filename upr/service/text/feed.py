@@ -163,7 +163,7 @@ class Feed:
         self._said += map(self._end_line, ends)
 
     def _end_line(self, ended: Ended) -> bytes:
-        partitions = sorted(partition for partition, _ in ended.streams)
+        partitions = sorted(partition for partition, _, _ in ended.streams)
         named = ALL if len(partitions) == PARTITIONS else ",".join(map(str, partitions))
         return error_line(ended.why.error(), self._name, named)
 

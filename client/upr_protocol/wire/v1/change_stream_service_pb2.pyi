@@ -1492,21 +1492,27 @@ class EndedStream(_message.Message):
 
     PARTITION_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    SEQNO_FIELD_NUMBER: _builtins.int
     partition: _builtins.int
     """0 to 1023."""
     token: _builtins.int
     """The token that Started gave."""
+    seqno: _builtins.int
+    """Where the stream stood: the frames before this message hold everything up to it."""
     def __init__(
         self,
         *,
         partition: _builtins.int = ...,
         token: _builtins.int = ...,
+        seqno: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seqno", b"_seqno", "seqno", b"seqno"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition", b"partition", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seqno", b"_seqno", "partition", b"partition", "seqno", b"seqno", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__seqno: _TypeAlias = _typing.Literal["seqno"]  # noqa: Y015
+    _WhichOneofArgType__seqno: _TypeAlias = _typing.Literal["_seqno", b"_seqno"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seqno) -> _WhichOneofReturnType__seqno | None: ...
 
 Global___EndedStream: _TypeAlias = EndedStream  # noqa: Y015
 
