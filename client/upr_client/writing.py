@@ -8,14 +8,24 @@ from math import isfinite
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from upr_protocol.block import ROW_BYTES, Block, build_block, select_runs
+from upr_protocol.block import (
+    ROW_BYTES,
+    Block,
+    RowColumns,
+    block_of_rows,
+    build_block,
+    join_rows,
+    select_runs,
+)
 from upr_protocol.errors import InvalidArgumentError, ProtocolError, UprError, WriteFailedError
 from upr_protocol.failover import WriteToken
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     BLOCK_ROWS_MAX,
     GROUP_ROWS_MAX,
+    PARTITIONS,
     choice,
 )
 from upr_protocol.partitioning import partition_of, partitions_of
@@ -50,6 +60,9 @@ class WriteResult(NamedTuple):
         return _token(self.bucket_version, [(self.partition, self.failover_id, self.seqno)])
 
 
+Run = tuple[int, int, int, int]
+
+
 class WriteResults(NamedTuple):
     """Partitions, seqnos and failover ids of many mutations.
 
@@ -61,7 +74,7 @@ class WriteResults(NamedTuple):
     """
 
     rows: int
-    runs: list[tuple[int, int, int, int]]
+    runs: list[Run]
     bucket_version: int = 0
 
     @property
@@ -111,7 +124,7 @@ def write_request(block: Block, durability: types_pb2.Durability.ValueType) -> k
     return request
 
 
-def result_runs(result: kv_pb2.WriteResult) -> list[tuple[int, int, int, int]]:
+def result_runs(result: kv_pb2.WriteResult) -> list[Run]:
     """Return the runs that were applied, as ``WriteResults.runs``."""
     runs = decode_runs(result.runs)
     ids = list(result.failover_ids) + [0] * (len(runs) - len(result.failover_ids))
@@ -166,35 +179,88 @@ class Row:
     outcome: WriteResult | UprError | None = None
 
 
-Kind = tuple[types_pb2.Durability.ValueType, bool]
-"""Durability of a write, and whether it deletes."""
+@dataclass(slots=True)
+class Bundle:
+    """Rows of one ``write_many`` that wait for their outcome: the runs that they were given, or why there are none.
+
+    Attributes:
+        tell: as of ``Row``.
+    """
+
+    rows: RowColumns
+    tell: Callable[[], None]
+    outcome: list[Run] | UprError | None = None
+    partitions: npt.NDArray[np.uint32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.partitions = partitions_of(self.rows.keys)
+
+
+class Kind(NamedTuple):
+    """Kind of what goes out together.
+
+    A bucket over its quota takes deletes and no sets: so no delete fails for the sake of a set.
+
+    Args:
+        deletes: whether all rows are deletes.
+        bundles: whether it is of bundles, else of single rows.
+    """
+
+    durability: types_pb2.Durability.ValueType
+    deletes: bool
+    bundles: bool = False
+
+    @property
+    def at_once(self) -> int:
+        """Return how many groups may be under way.
+
+        A message costs much the same whatever is in it: a second one of single rows would only make both late. The
+        next group of bundles takes so long to build that the server would wait.
+        """
+        return 2 if self.bundles else 1
 
 
 @dataclass(slots=True)
 class Group:
-    """Rows that go out in one Write, with one durability, all of them sets or all of them deletes.
-
-    A bucket over its quota takes deletes and no sets: so no delete fails for the sake of a set.
-    """
+    """Rows, or bundles, of one kind that go out in one Write."""
 
     number: int
     kind: Kind
     bytes: int = 0
     rows: list[Row] = field(default_factory=list)
+    bundles: list[Bundle] = field(default_factory=list)
+
+    @property
+    def callers(self) -> Sequence[Row | Bundle]:
+        """Return what waits for the outcome."""
+        return self.bundles or self.rows
+
+    def halves(self) -> tuple["Group", "Group"]:
+        """Return two groups with half of it each, in order."""
+        at = len(self.callers) // 2
+        return (
+            Group(self.number, self.kind, 0, self.rows[:at], self.bundles[:at]),
+            Group(self.number, self.kind, 0, self.rows[at:], self.bundles[at:]),
+        )
 
     def request(self) -> kv_pb2.WriteRequest:
         """Return the Write of its rows, in their order within each partition."""
-        block = build_block([row.key for row in self.rows], [row.value for row in self.rows])
-        return write_request(block, self.kind[0])
+        if self.bundles:
+            rows = join_rows([bundle.rows for bundle in self.bundles])
+            partitions = np.concatenate([bundle.partitions for bundle in self.bundles])
+            block = block_of_rows(rows, partitions)
+        else:
+            block = build_block([row.key for row in self.rows], [row.value for row in self.rows])
+        return write_request(block, self.kind.durability)
 
     def tell(
         self,
-        runs: Iterable[tuple[int, int, int, int]],
+        runs: Sequence[Run],
         refused: Mapping[int, types_pb2.Problem],
         error: UprError | None,
         bucket_version: int = 0,
     ) -> None:
-        """Tell each row its outcome.
+        """Tell each row, or bundle, its outcome.
 
         Args:
             runs: of the partitions that applied their part, as ``WriteResults.runs``.
@@ -203,6 +269,9 @@ class Group:
         """
         if error is None:
             error = ProtocolError("the answer to a write leaves out one of its partitions")
+        if self.bundles:
+            self._tell_bundles(runs, refused, error)
+            return
         applied = {run[0]: run for run in runs}
         given = dict.fromkeys(applied, 0)
         partitions = partitions_of([row.key for row in self.rows]).tolist()
@@ -220,25 +289,76 @@ class Group:
                 row.outcome = copy.copy(error)
             row.tell()
 
+    def _tell_bundles(
+        self, runs: Sequence[Run], refused: Mapping[int, types_pb2.Problem], error: UprError
+    ) -> None:
+        starts, known, ids = np.zeros((3, PARTITIONS), np.uint64)
+        applied = np.zeros(PARTITIONS, np.bool_)
+        if runs:
+            of, starts_of, ends_of, ids_of = np.array(runs, np.uint64).T
+            at = of.astype(np.int64)
+            applied[at], starts[at], known[at], ids[at] = True, starts_of, ends_of, ids_of
+        for bundle in self.bundles:
+            # Within a partition its rows are behind those of the bundles before it.
+            counts = np.bincount(bundle.partitions, minlength=PARTITIONS)
+            touched = counts.nonzero()[0]
+            missing = touched[~applied[touched]].tolist()
+            if missing:
+                why = [
+                    types_pb2.RefusedPartition(partition=p, problem=refused[p])
+                    for p in missing
+                    if p in refused
+                ]
+                bundle.outcome = (
+                    partly_refused(why, applied=len(missing) < len(touched))
+                    if why
+                    else copy.copy(error)
+                )
+            else:
+                begin = starts[touched]
+                # 0 where the seqnos are no longer known.
+                end = np.where(known[touched] > 0, begin + counts[touched].astype(np.uint64), 0)
+                bundle.outcome = list(
+                    zip(*(a.tolist() for a in (touched, begin, end, ids[touched])), strict=True)
+                )
+            starts[touched] += counts[touched].astype(np.uint64)
+            bundle.tell()
+
 
 class Gathering:
-    """Single writes that wait for their turn, in groups that keep the order of each key."""
+    """Writes that wait for their turn, in groups that keep the order of each key."""
 
     def __init__(self) -> None:
         self._groups: deque[Group] = deque()
         self._begun = 0
         self._newest: dict[Kind, Group] = {}
         self._last: dict[bytes, int] = {}
-        """The number of the newest group that has a key."""
+        """The number of the newest group of single rows that has a key."""
+        self._bundles = 0
+        """The number of the newest group of bundles."""
+
+    def add_bundle(self, bundle: Bundle, durability: types_pb2.Durability.ValueType) -> None:
+        """Put a bundle of at most BLOCK_COLUMN_BYTES behind all that waits."""
+        deletes = bundle.rows.deletes
+        kind = Kind(durability, deletes is not None and bool(deletes.all()), True)
+        size = bundle.rows.column_bytes
+        group = self._groups[-1] if self._groups else None
+        if group is None or group.kind != kind or group.bytes + size > BLOCK_COLUMN_BYTES:
+            self._begun += 1
+            self._bundles = self._begun
+            group = Group(self._begun, kind)
+            self._groups.append(group)
+        group.bundles.append(bundle)
+        group.bytes += size
 
     def add(self, row: Row, durability: types_pb2.Durability.ValueType) -> None:
-        """Put a row into the newest group of its kind, or a new one if that is full or in front of the key's last."""
-        kind = (durability, row.value is None)
+        """Put a row into the newest group of its kind, or a new one if that is full, or in front of the key's last or of a bundle."""
+        kind = Kind(durability, row.value is None)
         size = len(row.key) + len(row.value or b"") + ROW_BYTES
         group = self._newest.get(kind)
         if (
             group is None
-            or group.number < self._last.get(row.key, 0)
+            or group.number < max(self._last.get(row.key, 0), self._bundles)
             or group.bytes + size > BLOCK_COLUMN_BYTES
             or len(group.rows) == GROUP_ROWS_MAX
         ):
@@ -249,12 +369,15 @@ class Gathering:
         group.bytes += size
         self._last[row.key] = group.number
 
-    def take(self, waiting: Collection[Kind] = ()) -> Group | None:
-        """Return the group that is to go out next; None for none, or if it has one of the kinds that wait."""
-        if not self._groups or self._groups[0].kind in waiting:
+    def take(self, under_way: Sequence[Kind] = ()) -> Group | None:
+        """Return the group that is to go out next; None for none, or if as many of its kind are under way as may be."""
+        if not self._groups:
+            return None
+        kind = self._groups[0].kind
+        if under_way.count(kind) >= kind.at_once:
             return None
         group = self._groups.popleft()
-        if self._newest[group.kind] is group:
+        if self._newest.get(group.kind) is group:
             del self._newest[group.kind]
         for row in group.rows:
             if self._last.get(row.key) == group.number:

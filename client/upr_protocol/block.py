@@ -7,13 +7,13 @@ Deduplication" of the specification).
 
 The columns travel untouched from the writer to the reader, so the CRC over them is made once, with the
 columns, and checked where they are used. What is received is checked whole before anything of it is
-used: a lying block changes nothing. Rows are not touched one by one where that can be avoided.
+used: a lying block changes nothing. RowColumns are not touched one by one where that can be avoided.
 """
 
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, repeat
+from itertools import chain, pairwise, repeat
 from operator import is_, itemgetter
 from typing import Final, cast
 
@@ -522,8 +522,8 @@ def check_row(key: bytes, value: bytes | None) -> None:
 
 
 @dataclass(slots=True)
-class _Rows:
-    """Checked rows as columns.
+class RowColumns:
+    """Checked rows as columns; made by ``check_rows``.
 
     Attributes:
         keys, values: the rows; the value of a delete is empty.
@@ -537,8 +537,19 @@ class _Rows:
     value_lengths: I64
     deletes: npt.NDArray[np.bool_] | None
 
+    @property
+    def column_bytes(self) -> int:
+        """Return what they take in the columns of a block, bytes."""
+        lengths = int(self.key_lengths.sum()) + int(self.value_lengths.sum())
+        return lengths + ROW_BYTES * len(self.keys)
 
-def _check_rows(keys: Sequence[bytes], values: Sequence[bytes | None]) -> _Rows:
+
+def check_rows(keys: Sequence[bytes], values: Sequence[bytes | None]) -> RowColumns:
+    """Return rows as columns.
+
+    Raises:
+        InvalidArgumentError: a key or value is not bytes, or out of its range.
+    """
     if len(keys) != len(values):
         raise InvalidArgumentError(
             f"values are {len(values)}; must be as many as the {len(keys)} keys"
@@ -555,7 +566,7 @@ def _check_rows(keys: Sequence[bytes], values: Sequence[bytes | None]) -> _Rows:
     return rows
 
 
-def _columns_of(keys: Sequence[bytes], values: Sequence[bytes | None]) -> _Rows | None:
+def _columns_of(keys: Sequence[bytes], values: Sequence[bytes | None]) -> RowColumns | None:
     """Return the rows, None when a key or value is out of its range."""
     count = len(keys)
     deletes = None
@@ -573,7 +584,7 @@ def _columns_of(keys: Sequence[bytes], values: Sequence[bytes | None]) -> _Rows 
         or value_lengths.max() > VALUE_BYTES_MAX
     ):
         return None
-    return _Rows(keys, sets, key_lengths, value_lengths, deletes)
+    return RowColumns(keys, sets, key_lengths, value_lengths, deletes)
 
 
 def build_block(
@@ -593,27 +604,59 @@ def build_block(
     """
     if not keys:
         raise InvalidArgumentError("rows of a write are 0; must be at least 1")
-    return _sorted_block(_check_rows(keys, values), 0, len(keys), partitions)
+    return block_of_rows(check_rows(keys, values), partitions)
+
+
+def join_rows(parts: Sequence[RowColumns]) -> RowColumns:
+    """Return the rows of all parts, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    deletes = None
+    if any(part.deletes is not None for part in parts):
+        none = (np.zeros(len(part.keys), np.bool_) for part in parts)
+        deletes = np.concatenate(
+            [
+                no if part.deletes is None else part.deletes
+                for part, no in zip(parts, none, strict=True)
+            ]
+        )
+    return RowColumns(
+        list(chain.from_iterable(part.keys for part in parts)),
+        list(chain.from_iterable(part.values for part in parts)),
+        np.concatenate([part.key_lengths for part in parts]),
+        np.concatenate([part.value_lengths for part in parts]),
+        deletes,
+    )
+
+
+def block_of_rows(rows: RowColumns, partitions: npt.NDArray[np.uint32] | None = None) -> Block:
+    """Return what ``build_block`` does, of 1 to BLOCK_ROWS_MAX checked rows."""
+    return _sorted_block(rows, 0, len(rows.keys), partitions)
 
 
 def build_blocks(
     keys: Sequence[bytes], values: Sequence[bytes | None], column_bytes: int = BLOCK_COLUMN_BYTES
 ) -> Iterator[Block]:
-    """Build blocks of rows, in order, whose columns stay within ``column_bytes``, or that have one row.
-
-    Each is built when the one before was taken; all rows are checked before the first.
+    """Build blocks as ``blocks_of_rows``; all rows are checked before the first.
 
     Raises:
         InvalidArgumentError: a key or value is not bytes, or out of its range.
     """
-    rows = _check_rows(keys, values)
+    yield from blocks_of_rows(check_rows(keys, values), column_bytes)
+
+
+def blocks_of_rows(rows: RowColumns, column_bytes: int = BLOCK_COLUMN_BYTES) -> Iterator[Block]:
+    """Build blocks of rows, in order, whose columns stay within ``column_bytes``, or that have one row.
+
+    Each is built when the one before was taken.
+    """
     sizes = rows.key_lengths + rows.value_lengths + ROW_BYTES
     for first, last in row_slices(sizes, column_bytes, BLOCK_ROWS_MAX):
         yield _sorted_block(rows, first, last)
 
 
 def _sorted_block(
-    rows: _Rows, first: int, last: int, chosen: npt.NDArray[np.uint32] | None = None
+    rows: RowColumns, first: int, last: int, chosen: npt.NDArray[np.uint32] | None = None
 ) -> Block:
     count = last - first
     part = slice(first, last)

@@ -1,4 +1,4 @@
-"""Single writes that go together: what gathers, in which groups, and how an answer is told to its rows."""
+"""Writes that go together: what gathers, in which groups, and how an answer is told to its rows."""
 
 import asyncio
 from collections import defaultdict
@@ -35,8 +35,9 @@ from upr_client.errors import (
     UnknownOutcomeError,
     UprError,
 )
-from upr_client.types import AsyncBucket, WriteResult
-from upr_client.writing import Gathering, Group, Row
+from upr_client.types import AsyncBucket, WriteResult, WriteResults
+from upr_client.writing import Bundle, Gathering, Group, Kind, Row
+from upr_protocol.block import check_rows
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     GATHERED_ROWS_MAX,
@@ -44,7 +45,7 @@ from upr_protocol.limits import (
     WRITES_IN_FLIGHT_MAX,
 )
 from upr_protocol.partitioning import partition_of
-from upr_protocol.wire.codec import block_from_message
+from upr_protocol.wire.codec import block_from_message, problem_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
 
@@ -362,35 +363,137 @@ async def test_what_the_window_does_not_take_before_closing_is_not_told_as_unkno
     assert {type(one) for one in told[1:]} == {ClosedError}
 
 
-ROWS = st.lists(
-    st.tuples(
-        st.sampled_from(KEYS), st.sampled_from([None, 1, 2**18, 2**20, 2**21]), st.booleans()
-    ),
-    max_size=40,
-)
+KEY = st.sampled_from(KEYS)
+ONE = st.tuples(KEY, st.sampled_from([None, 1, 2**18, 2**20, 2**21]))
+SEVERAL = st.lists(st.tuples(KEY, st.sampled_from([None, 1, 2**17])), min_size=1, max_size=4)
+CALLS = st.lists(st.tuples(ONE | SEVERAL, st.booleans()), max_size=40)
+Sized = tuple[bytes, int | None]
 
 
-@given(ROWS)
+def bundle_of(rows: list[Sized]) -> Bundle:
+    values = [None if size is None else bytes(size) for _, size in rows]
+    return Bundle(check_rows([key for key, _ in rows], values), lambda: None)
+
+
+@given(CALLS)
 def test_groups_have_one_kind_and_their_bounds_and_keep_the_order_of_each_key(
-    drawn: list[tuple[bytes, int | None, bool]],
+    drawn: list[tuple[Sized | list[Sized], bool]],
 ) -> None:
     gathering = Gathering()
     begun: dict[bytes, list[int]] = defaultdict(list)
-    rows = {}
-    for number, (key, size, durable) in enumerate(drawn):
-        row = Row(key, None if size is None else bytes(size), lambda: None)
-        rows[id(row)] = (number, row, durable)
-        gathering.add(row, DISK if durable else MEMORY)
-        begun[key].append(number)
+    calls: dict[int, tuple[int, Row | Bundle, bool]] = {}
+    for number, (asked, durable) in enumerate(drawn):
+        durability = DISK if durable else MEMORY
+        if isinstance(asked, list):
+            bundle = bundle_of(asked)
+            gathering.add_bundle(bundle, durability)
+            calls[id(bundle)] = (number, bundle, durable)
+        else:
+            row = Row(asked[0], None if asked[1] is None else bytes(asked[1]), lambda: None)
+            gathering.add(row, durability)
+            calls[id(row)] = (number, row, durable)
+        for key, _ in asked if isinstance(asked, list) else [asked]:
+            begun[key].append(number)
     sent: dict[bytes, list[int]] = defaultdict(list)
     while (group := gathering.take()) is not None:
         assert group.bytes <= BLOCK_COLUMN_BYTES or len(group.rows) == 1
-        for row in group.rows:
-            number, _, durable = rows[id(row)]
-            assert group.kind == (DISK if durable else MEMORY, row.value is None)
-            sent[row.key].append(number)
+        for call in group.callers:
+            number, _, durable = calls[id(call)]
+            if isinstance(call, Row):
+                keys, deletes = [call.key], call.value is None
+            else:
+                flags = call.rows.deletes
+                keys, deletes = list(call.rows.keys), flags is not None and bool(flags.all())
+            assert group.kind == (DISK if durable else MEMORY, deletes, isinstance(call, Bundle))
+            for key in keys:
+                sent[key].append(number)
     assert sent == begun
     assert gathering._last == {}
+
+
+@given(
+    st.lists(SEVERAL, min_size=1, max_size=5),
+    st.dictionaries(KEY, st.sampled_from(["refused", "left out", "forgotten"])),
+)
+def test_each_bundle_is_told_what_its_own_rows_were_given(
+    drawn: list[list[Sized]], fates: dict[bytes, str]
+) -> None:
+    group = Group(1, Kind(DISK, False, True), bundles=[bundle_of(rows) for rows in drawn])
+    seqnos = {partition_of(key): 7 for key in KEYS}
+    expected: list[dict[int, tuple[int, int, int, int]]] = []
+    for rows in drawn:
+        given: dict[int, tuple[int, int, int, int]] = {}
+        for key, _ in rows:
+            p = partition_of(key)
+            begin = given[p][1] if p in given else seqnos[p]
+            seqnos[p] += 1
+            given[p] = (p, begin, seqnos[p], ID_A)
+        expected.append(given)
+    of = {partition_of(key): fate for key, fate in fates.items()}
+    runs = [
+        (p, 0, 0, 0) if of.get(p) == "forgotten" else (p, 7, end, ID_A)
+        for p, end in seqnos.items()
+        if end > 7 and of.get(p) not in ("refused", "left out")
+    ]
+    why = problem_of(PartitionNotActiveError("a replica"))
+    refused = {p: why for p, fate in of.items() if fate == "refused"}
+    group.tell(runs, refused, NoRoomError("full"))
+    for bundle, given in zip(group.bundles, expected, strict=True):
+        found = {of.get(p, "") for p in given}
+        if "refused" in found:
+            assert isinstance(bundle.outcome, PartitionNotActiveError)
+        elif "left out" in found:
+            assert isinstance(bundle.outcome, NoRoomError)
+        else:
+            assert isinstance(bundle.outcome, list)
+            known = {run for run in bundle.outcome if of.get(run[0]) != "forgotten"}
+            assert known == {run for p, run in given.items() if of.get(p) != "forgotten"}
+            assert {run[0] for run in bundle.outcome} == given.keys()
+            assert all(run[2] == 0 for run in bundle.outcome if run not in known)
+
+
+async def many(
+    script: list[list[Step]], calls: list[list[bytes]]
+) -> tuple[list[Any], list[list[int]]]:
+    """Begin a ``write_many`` in one turn after the other; return as ``outcomes``."""
+    async with serve(write=script) as server:
+        async with AsyncClient(server.target) as client:
+            bucket = client.bucket()
+            tasks = []
+            for keys in calls:
+                tasks.append(asyncio.create_task(bucket.write_many([(key, b"v") for key in keys])))
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
+            told = await asyncio.gather(*tasks, return_exceptions=True)
+        rows = [
+            [block_from_message(w.block, numbered=False).rows for w in heard.of("write")]
+            for heard in server.calls["write"]
+        ]
+        return [one.runs if isinstance(one, WriteResults) else one for one in told], rows
+
+
+@pytest.mark.asyncio
+async def test_many_rows_go_together_with_those_of_others_while_two_groups_are_under_way() -> None:
+    parts = sorted([(C, 0, 2), (D, 0, 1), (E, 0, 1)])
+    script: list[Step] = [*BEGIN, applied(3, *parts), HalfClosed()]
+    told, rows = await many([script], [KEYS[:1], KEYS[1:2], KEYS[2:4], [KEYS[2], KEYS[4]]])
+    assert told[:2] == [[(A, 0, 1, ID_A)], [(B, 0, 1, ID_A)]]
+    assert sorted(told[2]) == sorted([(C, 0, 1, ID_A), (D, 0, 1, ID_A)])
+    assert sorted(told[3]) == sorted([(C, 1, 2, ID_A), (E, 0, 1, ID_A)])
+    assert rows == [[1, 1, 4]]
+
+
+@pytest.mark.asyncio
+async def test_many_rows_for_which_others_are_refused_with_them_are_written() -> None:
+    refusal = InvalidArgumentError("too large")
+    first = [*BEGIN, write_refused(3, refusal), Expect("write"), Expect("write")]
+    # What was sent behind the last refusal is sent again.
+    second: list[Step] = [Expect("open"), write_opened(), Expect("write"), applied(6, (E, 0, 1))]
+    script = [[*first, write_refused(4, refusal), HalfClosed()], [*second, HalfClosed()]]
+    told, rows = await many(script, [KEYS[:1], KEYS[1:2], KEYS[2:4], KEYS[4:]])
+    assert isinstance(told[2], InvalidArgumentError)
+    assert told[3] == [(E, 0, 1, ID_A)]
+    assert rows == [[1, 1, 3, 2, 1], [1]]
 
 
 def test_a_group_has_so_many_rows_at_most() -> None:

@@ -36,12 +36,13 @@ from upr_client.writing import (
     WriterOptions,
     token_of,
 )
-from upr_protocol.block import Block, build_blocks, check_row
+from upr_protocol.block import Block, blocks_of_rows, check_row, check_rows
 from upr_protocol.errors import ProtocolError, UprError
 from upr_protocol.limits import (
     AT_LEAST_SECONDS_MAX,
     BLOCK_COLUMN_BYTES,
     GET_KEYS_MAX,
+    JOINED_BYTES_MAX,
     check_name,
     choice,
 )
@@ -125,7 +126,7 @@ class AsyncBucket:
     ) -> WriteResults:
         """Write many keys, in blocks of about 1 MiB that go out without waiting for each other's answer.
 
-        Rows of the same key are applied in order. It is no transaction: when an error is raised, some may have
+        Calls of at most 512 KiB go together while two messages of such calls are under way. Rows of the same key are applied in order. It is no transaction: when an error is raised, some may have
         been applied. All rows are in memory until it returns.
 
         Args:
@@ -137,8 +138,11 @@ class AsyncBucket:
         """
         level = choice(DURABILITIES, durability, "durability")
         pairs = list(rows)
-        blocks = build_blocks([key for key, _ in pairs], [value for _, value in pairs])
-        runs = await self._write_all(self._writer(), blocks, level)
+        columns = check_rows([key for key, _ in pairs], [value for _, value in pairs])
+        if 0 < columns.column_bytes <= JOINED_BYTES_MAX:
+            runs = await self._writer().write_rows(columns, level)
+        else:
+            runs = await self._write_all(self._writer(), blocks_of_rows(columns), level)
         return WriteResults(len(pairs), runs, self.version)
 
     async def _hello(

@@ -13,17 +13,19 @@ from upr_client._sync.call import BucketHandle, Call, Stubs
 from upr_client._sync.io import Background, Event, NextTurn, Once, Semaphore, mutex, now
 from upr_client.endpoints import is_elsewhere, moves_on
 from upr_client.writing import (
+    Bundle,
     Gathering,
     Group,
     Kind,
     Row,
+    Run,
     WriteResult,
     part_of,
     partly_refused,
     result_runs,
     write_request,
 )
-from upr_protocol.block import Block
+from upr_protocol.block import Block, RowColumns
 from upr_protocol.errors import (
     BucketGoneError,
     ClosedError,
@@ -40,8 +42,6 @@ from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
 
 _logger = logging.getLogger("upr_client")
-
-Run = tuple[int, int, int, int]
 
 
 @dataclass(eq=False, slots=True)
@@ -168,23 +168,45 @@ class BlockWriter:
         """
         done = Once()
         row = Row(key, value, done.set)
+        self._gather(lambda: self._gathering.add(row, durability))
+        done.wait()
+        if isinstance(row.outcome, UprError):
+            raise row.outcome
+        assert row.outcome is not None
+        return row.outcome
+
+    def write_rows(self, rows: RowColumns, durability: types_pb2.Durability.ValueType) -> list[Run]:
+        """Write at most BLOCK_COLUMN_BYTES of rows, together with what others write at the same time.
+
+        As ``write_row``; at most ``Kind.at_once`` groups are under way.
+
+        Raises:
+            ClosedError: the writer was closed.
+            UprError: why rows were not written, or may not have been.
+        """
+        done = Once()
+        bundle = Bundle(rows, done.set)
+        self._gather(lambda: self._gathering.add_bundle(bundle, durability))
+        done.wait()
+        if isinstance(bundle.outcome, UprError):
+            raise bundle.outcome
+        assert bundle.outcome is not None
+        return bundle.outcome
+
+    def _gather(self, add: Callable[[], object]) -> None:
+        """Have something added to what gathers, and sent soon."""
         # Those who were cancelled must not pile up behind a slow server.
         self._row_room.take()
         with self._mutex:
             try:
                 self._start()
-                self._gathering.add(row, durability)
+                add()
             except BaseException:
                 # As in ``submit``.
                 self._row_room.give_back()
                 raise
         # A message costs more than a turn of the loop: those who are about to write come along.
         self._next_turn.ask()
-        done.wait()
-        if isinstance(row.outcome, UprError):
-            raise row.outcome
-        assert row.outcome is not None
-        return row.outcome
 
     def _start(self) -> None:
         """See that the runner runs, before anything is taken: without it what is taken waits for ever.
@@ -204,8 +226,7 @@ class BlockWriter:
 
     def _send_groups(self, *, everything: bool = False) -> None:
         failed: BaseException | None = None
-        # A message costs much the same whatever is in it: a second one of a kind would only make both late.
-        while (group := self._gathering.take(() if everything else self._under_way)) is not None:
+        while (group := self._gathering.take([] if everything else self._under_way)) is not None:
             try:
                 write = Write(group.request(), group=group)
             except BaseException as failure:
@@ -226,13 +247,13 @@ class BlockWriter:
     ) -> None:
         """Tell the rows of a group their outcome, and give their room back."""
         group.tell(runs, refused, error, self._version)
-        for _ in group.rows:
+        for _ in group.callers:
             self._row_room.give_back()
 
     def _add(self, write: Write) -> None:
         if not self._pending:
             self._progress_at = now()
-        rows = 0 if write.group is None else len(write.group.rows)
+        rows = 0 if write.group is None else len(write.group.callers)
         if write.group is not None:
             self._under_way.append(write.group.kind)
         # Each row has a place in the order, for when its group is split.
@@ -519,16 +540,15 @@ class BlockWriter:
     def _split(self, order: int, write: Write, error: UprError) -> bool:
         """Send a group that was refused for good again as two if one row may be the reason; False if it cannot be."""
         assert write.group is not None
-        rows = write.group.rows
+        count = len(write.group.callers)
         # Any other reason would refuse each part as well, one lost call after the other.
         if not isinstance(error, InvalidArgumentError):
             return False
-        if write.unknown or write.runs or write.problems or len(rows) == 1:
+        if write.unknown or write.runs or write.problems or count == 1:
             return False
-        half = len(rows) // 2
+        first, second = write.group.halves()
         parts = []
-        for place, part in ((order, rows[half:]), (order - len(rows) + half, rows[:half])):
-            group = Group(write.group.number, write.group.kind, rows=part)
+        for place, group in ((order, second), (order - count + count // 2, first)):
             parts.append((place, Write(group.request(), group=group)))
         # Only now, when nothing can fail any more: what is not pending is never told.
         del self._pending[order]
