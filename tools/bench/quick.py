@@ -36,6 +36,7 @@ from tools.bench.replicas import measure_replicas
 from tools.bench.resuming import measure_resuming
 from tools.bench.secure import measure_secure
 from tools.bench.singles import measure_singles
+from tools.bench.values import measure_values
 from upr_client import AsyncClient
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
@@ -185,7 +186,7 @@ def main() -> int:
         "--only",
         choices=(
             *("ingest", "singles", "reading", "get", "resume", "latency", "live", "merging"),
-            *("secure", "replicas"),
+            *("values", "secure", "replicas"),
         ),
         help="a part of it",
     )
@@ -201,6 +202,7 @@ def main() -> int:
         "latency": measure_latency,
         "live": measure_live,
         "merging": measure_merging,
+        "values": measure_values,
         "secure": lambda: measure_secure(rows),
         "replicas": lambda: measure_replicas(rows),
     }

@@ -1,0 +1,109 @@
+"""Values of 128 bytes to 1 MiB: what a MB costs both ends when it is written and when it is read from the tail, beside a bare stream."""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final
+
+import grpc.aio
+
+from tests.harness import RunningServer
+from tools.bench.children import BARE_METHOD, bare_server
+from tools.bench.common import (
+    Figure,
+    Row,
+    WrongResultError,
+    batches,
+    server,
+    write_batches,
+)
+from tools.bench.cpu import server_cpu
+from upr_client import AsyncClient
+from upr_protocol.wire.grpc import CLIENT_OPTIONS
+
+SIZES: Final = {"128 B": 128, "1 KiB": 2**10, "16 KiB": 2**14, "1 MiB": 2**20}
+TOTAL: Final = 128 * 2**20
+"""Bytes of values that are written of each size."""
+BATCH: Final = 2**20
+OPTIONS: Final = ("--tail-bytes", str(4 * TOTAL), "--flush-seconds", "3600")
+"""Of the server: everything stays in the tail."""
+AT_ONCE: Final = 4
+
+
+def _rows(size: int) -> list[Row]:
+    data = random.Random(size).randbytes(size + TOTAL // size)
+    return [(b"key-%012d" % at, data[at : at + size]) for at in range(TOTAL // size)]
+
+
+async def _timed(
+    running: RunningServer, what: str, mb: float, work: Callable[[], Awaitable[Any]]
+) -> Figure:
+    before, ours, began = server_cpu(running), time.process_time(), time.perf_counter()
+    await work()
+    taken = time.perf_counter() - began
+    spent = time.process_time() - ours, server_cpu(running) - before
+    client, served = (seconds * 1e3 / mb for seconds in spent)
+    note = f"CPU a MB: server {served:.1f} + client {client:.1f} ms"
+    return Figure(what, mb / taken, "MB/s", note=note)
+
+
+async def _measure(running: RunningServer, name: str, size: int) -> Iterator[Figure]:
+    rows = _rows(size)
+    mb = sum(len(key) + len(value or b"") for key, value in rows) / 1e6
+    count = 0
+
+    async def drain() -> None:
+        nonlocal count
+        async with (
+            AsyncClient(running.target) as client,
+            client.bucket().changes(until="now") as changes,
+        ):
+            async for batch in changes.batches():
+                count += batch.rows
+
+    async with AsyncClient(running.target) as client:
+        bucket = client.bucket()
+        cut = batches(rows, max(BATCH // size, 1))
+        first, rest = cut[:2], cut[2:]
+        await write_batches(bucket, first, AT_ONCE)
+        share = len(rest) / len(cut)
+        written = await _timed(
+            running,
+            f"write, values of {name}",
+            mb * share,
+            lambda: write_batches(bucket, rest, AT_ONCE),
+        )
+    read = await _timed(running, f"drain to blocks, values of {name}", mb, drain)
+    if count != len(rows):
+        raise WrongResultError(f"{count} rows were read; must be {len(rows)}")
+    return iter([written, read])
+
+
+async def _bare(target: str) -> Figure:
+    count = TOTAL // BATCH
+    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
+        method: Any = channel.unary_stream(BARE_METHOD)
+        call = method(b"%d %d" % (count, BATCH))
+        await call.read()
+        ours, began = time.process_time(), time.perf_counter()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        mb = (count - 1) * BATCH / 1e6
+        spent = (time.process_time() - ours) * 1e3 / mb
+        rate = mb / (time.perf_counter() - began)
+    return Figure(
+        "bare gRPC stream, messages of 1 MiB",
+        rate,
+        "MB/s",
+        note=f"CPU a MB: client {spent:.1f} ms",
+    )
+
+
+def measure_values() -> Iterator[Figure]:
+    """Each size on a server of its own, and the bare stream behind it."""
+    with bare_server() as bare:
+        for name, size in SIZES.items():
+            with server(*OPTIONS) as running:
+                yield from asyncio.run(_measure(running, name, size))
+            yield asyncio.run(_bare(bare))
