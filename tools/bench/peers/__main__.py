@@ -10,11 +10,10 @@ from dataclasses import asdict
 from typing import Final
 
 from tools.bench.common import say
-from tools.bench.peers.measures import MEASURES, Measured
+from tools.bench.peers.measures import ARROW, MEASURES, OBJECTS, OURS, Measured
 from tools.bench.peers.servers import KINDS, MissingServerError
 
 RUNS: Final = 3
-_OURS: Final = next(iter(KINDS))
 
 
 def measured(measures: Iterable[str], names: Iterable[str], runs: int) -> dict[str, list[Measured]]:
@@ -44,11 +43,12 @@ def medians(figures: list[Measured]) -> dict[str, Measured]:
 
 def ratio(measure: str, by_name: dict[str, dict[str, Measured]], *, fsynced: bool) -> float | None:
     """Return how many times better than the best peer this server is; below 1 it is worse."""
-    ours = by_name[_OURS][measure]
+    ours = by_name[OURS][measure]
+    theirs = measure.replace(f"to {ARROW}", f"to {OBJECTS}")
     peers = [
-        figures[measure].value
+        figures[theirs].value
         for name, figures in by_name.items()
-        if name != _OURS and (KINDS[name].fsynced or not fsynced) and measure in figures
+        if name != OURS and (KINDS[name].fsynced or not fsynced) and theirs in figures
     ]
     if not peers:
         return None
@@ -66,7 +66,7 @@ def show(by_name: dict[str, dict[str, Measured]]) -> None:
     names = list(by_name)
     print(f"{'measure':<46}{'unit':>7}" + "".join(f"{name:>14}" for name in names), end="")
     print(f"{'/ best fsync':>14}{'/ best':>9}")
-    for measure, ours in by_name[_OURS].items():
+    for measure, ours in by_name[OURS].items():
         values = [by_name[name].get(measure) for name in names]
         cells = "".join(f"{_cell(v.value if v else None):>14}" for v in values)
         ratios = [ratio(measure, by_name, fsynced=fsynced) for fsynced in (True, False)]
@@ -81,7 +81,7 @@ def show(by_name: dict[str, dict[str, Measured]]) -> None:
 def main() -> int:
     """Measure and print. Status 1 when a peer is not installed."""
     parser = argparse.ArgumentParser(prog="tools/dev.py bench peers", description=__doc__)
-    peers = [name for name in KINDS if name != _OURS]
+    peers = [name for name in KINDS if name != OURS]
     parser.add_argument("--peers", default=",".join(peers), help="some of " + ",".join(peers))
     parser.add_argument("--only", choices=MEASURES, action="append", help="a part of it")
     parser.add_argument("--runs", type=int, default=RUNS, help="the table has the medians")
@@ -96,7 +96,7 @@ def main() -> int:
             else f"--runs is {options.runs}; must be at least 1"
         )
     try:
-        found = measured(options.only or MEASURES, [_OURS, *chosen], options.runs)
+        found = measured(options.only or MEASURES, [OURS, *chosen], options.runs)
     except MissingServerError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

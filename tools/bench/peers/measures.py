@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from tools.bench.common import VALUE_BYTES, Row, WrongResultError, zipfian_rows
 from tools.bench.peers.servers import KINDS, Running, running
-from tools.bench.peers.stores import Store, write_all
+from tools.bench.peers.stores import Store, Upr, write_all
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partition_of
 
@@ -27,6 +27,10 @@ PER_SECOND: Final = 1_000
 TAIL_SECONDS: Final = 5.0
 TAIL_LIMIT_SECONDS: Final = 60.0
 CONSUMERS: Final = 8
+OURS: Final = next(iter(KINDS))
+OBJECTS: Final = "objects"
+ARROW: Final = "Arrow"
+"""What changes are read as. Arrow is of this server alone, and compared with what the peers have: objects."""
 JOIN_SECONDS: Final = 10.0
 RESUMES: Final = 25
 KEPT: Final = 10_000
@@ -132,12 +136,36 @@ def _check(rows: list[Row], state: dict[bytes, bytes]) -> None:
         raise WrongResultError(f"{wrong} of {len(live)} keys are wrong, and {len(state)} were read")
 
 
-async def _drain(store: Store, total: int) -> dict[bytes, bytes | None]:
-    """Fold all changes; the deletions stay in it as None, which costs no second look at a row."""
-    state: dict[bytes, bytes | None] = {}
-    async for rows in store.drain(total):
-        state.update(rows)
-    return state
+class Drained:
+    """Changes that were read: folded into objects at once, or Arrow record batches, which are folded when asked for."""
+
+    def __init__(self) -> None:
+        self._state: dict[bytes, bytes | None] = {}
+        self._arrow: list[Any] = []
+
+    async def read(self, store: Store, total: int, *, arrow: bool) -> None:
+        """Read all changes. The deletions stay as None, which costs no second look at a row."""
+        if arrow:
+            assert isinstance(store, Upr)
+            async for batch in store.arrow():
+                self._arrow.append(batch)
+        else:
+            async for rows in store.drain(total):
+                self._state.update(rows)
+
+    def live(self) -> dict[bytes, bytes]:
+        """Return what was not deleted in the end."""
+        for batch in self._arrow:
+            keys, values = (batch.column(name).to_pylist() for name in ("key", "value"))
+            self._state.update(zip(keys, values, strict=True))
+        return _live(self._state.items())
+
+
+def _forms(name: str) -> Iterator[tuple[bool, str]]:
+    """Yield whether it is Arrow, and the form's name."""
+    yield False, OBJECTS
+    if name == OURS:
+        yield True, ARROW
 
 
 async def _bulk(name: str, peer: Running, rows: list[Row]) -> Iterator[Measured]:
@@ -145,38 +173,42 @@ async def _bulk(name: str, peer: Running, rows: list[Row]) -> Iterator[Measured]
         timer = Timer(peer)
         await write_all(store, rows)
         ingest = timer.figure("bulk ingest", len(rows) / timer.seconds(), "rows/s")
-    timer = Timer(peer)
-    async with connected(name, peer.address) as store:
-        state = await _drain(store, len(rows))
-        drain = timer.figure("drain to objects", len(rows) / timer.seconds(), "rows/s")
-    _check(rows, _live(state.items()))
-    return iter([ingest, drain])
+    drains = []
+    for arrow, form in _forms(name):
+        drained, timer = Drained(), Timer(peer)
+        async with connected(name, peer.address) as store:
+            await drained.read(store, len(rows), arrow=arrow)
+            drains.append(timer.figure(f"drain to {form}", len(rows) / timer.seconds(), "rows/s"))
+        _check(rows, drained.live())
+    return iter([ingest, *drains])
 
 
-def _consume(name: str, address: str, total: int, pipe: Connection) -> None:
+def _consume(name: str, address: str, total: int, arrow: bool, pipe: Connection) -> None:
     """Drain once when told to, in a process of its own, and say when asked what came of it."""
+    drained = Drained()
 
-    async def consume() -> dict[bytes, bytes | None]:
+    async def consume() -> None:
         async with connected(name, address) as store:
-            return await _drain(store, total)
+            await drained.read(store, total, arrow=arrow)
 
     pipe.send("ready")
     pipe.recv()
-    state = asyncio.run(consume())
+    asyncio.run(consume())
     pipe.send("done")
     # Not in the time, which goes on until all are done.
     pipe.recv()
-    pipe.send(_digest(_live(state.items())))
+    pipe.send(_digest(drained.live()))
 
 
-def _consumers(name: str, peer: Running, rows: list[Row]) -> Measured:
+def _consumers(name: str, peer: Running, rows: list[Row], arrow: bool, form: str) -> Measured:
     spawn = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes = []
     try:
         for _ in range(CONSUMERS):
             here, there = spawn.Pipe()
-            process = spawn.Process(target=_consume, args=(name, peer.address, len(rows), there))
+            work = (name, peer.address, len(rows), arrow, there)
+            process = spawn.Process(target=_consume, args=work)
             process.start()
             # The other end is the child's alone, so that its death ends the waiting, with EOFError.
             there.close()
@@ -190,7 +222,7 @@ def _consumers(name: str, peer: Running, rows: list[Row]) -> Measured:
         for pipe in pipes:
             pipe.recv()
         rate = CONSUMERS * len(rows) / timer.seconds()
-        figure = timer.figure(f"{CONSUMERS} consumers, all of them", rate, "rows/s")
+        figure = timer.figure(f"{CONSUMERS} consumers to {form}, all of them", rate, "rows/s")
         for pipe in pipes:
             pipe.send("check")
         found = [pipe.recv() for pipe in pipes]
@@ -214,7 +246,8 @@ def bulk(name: str) -> Iterator[Measured]:
     rows = zipfian_rows()
     with running(name) as peer:
         yield from asyncio.run(_bulk(name, peer, rows))
-        yield _consumers(name, peer, rows)
+        for arrow, form in _forms(name):
+            yield _consumers(name, peer, rows, arrow, form)
 
 
 # One row at a time, from end to end.

@@ -101,6 +101,12 @@ class Upr:
             async for batch in changes.batches():
                 yield batch.items()
 
+    async def arrow(self) -> AsyncIterator[Any]:
+        """Yield all changes from the beginning as Arrow record batches."""
+        async with self._bucket.changes(until="now") as changes:
+            async for batch in changes.batches():
+                yield batch.to_arrow()
+
     async def follow(self) -> AsyncIterator[list[Row]]:
         async with self._bucket.changes(start="now") as changes:
             await changes.ready()
