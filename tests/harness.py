@@ -33,7 +33,7 @@ _FORKS.set_forkserver_preload(
     [
         "numpy.ma",
         "upr.cli.server",
-        "upr.replica.methods",
+        "upr.replica.replica_service",
         "upr.service.server",
         "upr.service.sight.feed",
     ]

@@ -213,7 +213,7 @@ def cost_of_grants(folder: Path) -> str:
         (place := folder / str(number)).mkdir()
         (place / "servers").mkdir()
         with starting(place / "servers") as start, running_etcd(place / "etcd") as etcd:
-            asking = {"upr.replica.agreeing.ASK_SECONDS": seconds}
+            asking = {"upr.replica.fencing.ASK_SECONDS": seconds}
             servers = start_cluster(partial(start, constants=asking), etcd)
             idle = use_of(servers)
             with Writing([servers[0].target], "writer", "replicated(1)"):

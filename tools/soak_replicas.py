@@ -6,7 +6,7 @@ drawn replica is promoted, and the old one comes back as a replica. At the end a
 write at ``replicated(1)`` is missing, each one at ``disk`` that was undone is kept, and no follower at ``replicated(1)``
 was ever rolled back (``tests/replica/rounds.py``). With ``--join-bytes`` a replica first joins a server that has so much,
 under writers, and is promoted after SIGKILL of that (``tests/replica/joining.py``). Between worlds two servers take over from
-each other TAKEOVERS times (``tests/replica/test_owning.py``). A world that has begun is ended. What servers wrote in one with a violation
+each other TAKEOVERS times (``tests/replica/test_ownership.py``). A world that has begun is ended. What servers wrote in one with a violation
 stays.
 """
 
@@ -26,7 +26,7 @@ from tests.conftest import StartServer
 from tests.harness import RunningServer
 from tests.replica.joining import join
 from tests.replica.rounds import GATHERED, Rounds
-from tests.replica.test_owning import take_over
+from tests.replica.test_ownership import take_over
 from tools.demo import say
 from upr_protocol.limits import parse_size
 

@@ -59,11 +59,11 @@ ELSEWHERE = {
     "accept.after_commit": "service/test_dead_partitions.py::test_killed_while_a_loss_is_accepted",
     "cuts.before_commit": "service/test_cuts.py::test_sigkill_before_the_answer_leaves_a_whole_cut_or_none",
     "cuts.after_commit": "service/test_cuts.py::test_sigkill_before_the_answer_leaves_a_whole_cut_or_none",
-    "promote.after_claim": "replica/test_owning.py::test_killed_while_it_is_promoted",
-    "promote.after_promises": "replica/test_owning.py::test_killed_while_it_is_promoted",
-    "promote.after_row": "replica/test_owning.py::test_killed_while_it_is_promoted",
-    "promote.before_partitions": "replica/test_owning.py::test_killed_while_it_is_promoted",
-    "promote.after_partitions": "replica/test_owning.py::test_killed_while_it_is_promoted",
+    "promote.after_claim": "replica/test_ownership.py::test_killed_while_it_is_promoted",
+    "promote.after_promises": "replica/test_ownership.py::test_killed_while_it_is_promoted",
+    "promote.after_row": "replica/test_ownership.py::test_killed_while_it_is_promoted",
+    "promote.before_partitions": "replica/test_ownership.py::test_killed_while_it_is_promoted",
+    "promote.after_partitions": "replica/test_ownership.py::test_killed_while_it_is_promoted",
 }
 """Killed there by a test of what they belong to; purging is stored by a merge."""
 

@@ -12,7 +12,7 @@ from tests.conftest import StartServer
 from tests.replica.members import Member, Start
 from tests.replica.sets import SOON
 from upr.config import ServerConfig
-from upr.replica.methods import ReplicaMethods
+from upr.replica.replica_service import ReplicaMethods
 from upr.service.server import Server
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.harness import poll
 from upr.engine.bucket import Written
-from upr.replica.methods import ReplicaMethods
-from upr.replica.owning import Owning
+from upr.replica.ownership import Ownership
+from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.following import Following
+from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.server import Server
 from upr_protocol.block import build_block
 
@@ -28,7 +28,7 @@ class Member:
         self.server = server
         methods = server._sets
         assert isinstance(methods, ReplicaMethods)
-        self.owning: Owning = methods._owning
+        self.ownership: Ownership = methods._ownership
         self.catalog = server._catalog
         self.target = server.address
         self.stopped = False
@@ -47,10 +47,10 @@ class Member:
         return self.catalog.find("default")
 
     @property
-    def following(self) -> Following:
-        following = self.host.following
-        assert following is not None
-        return following
+    def upstream_state(self) -> UpstreamState:
+        upstream_state = self.host.upstream_state
+        assert upstream_state is not None
+        return upstream_state
 
     def seqno(self, partition: int) -> int:
         """Return the last complete durable marker."""
@@ -63,8 +63,8 @@ class Member:
 
     async def begin_join(self) -> None:
         """Be as if a join had begun, and nothing of it had come yet."""
-        self.following.begin_tables()
-        await self.following.set_joining(True)
+        self.upstream_state.begin_tables()
+        await self.upstream_state.set_joining(True)
 
 
 async def until(ask: Callable[[], bool]) -> None:
@@ -82,20 +82,20 @@ async def start_set(start: Start, replicas: int = 1) -> list[Member]:
     """Start an active server and replicas, and wait until all know that the replicas are counted."""
     first = await start()
     members = [first, *[await start(first) for _ in range(replicas)]]
-    others = {one.owning.standing.directory for one in members[1:]}
-    await until(lambda: all(one.owning.standing.row.counted == others for one in members))
+    others = {one.ownership.standing.directory for one in members[1:]}
+    await until(lambda: all(one.ownership.standing.row.counted == others for one in members))
     return members
 
 
 async def leave_alone(member: Member) -> None:
     """Have a server follow nobody, and meet nobody by itself."""
-    member.owning._paused = True
-    await member.owning.follow_nobody()
+    member.ownership._paused = True
+    await member.ownership.follow_nobody()
 
 
 async def joined(*members: Member) -> None:
-    followings = [member.following for member in members]
-    await until(lambda: all(one.in_step and one.joining is False for one in followings))
+    upstream_states = [member.upstream_state for member in members]
+    await until(lambda: all(one.in_step and one.joining is False for one in upstream_states))
 
 
 async def write(member: Member, number: int, partition: int = A) -> Written:
@@ -113,10 +113,10 @@ def before_it_claims(
     monkeypatch: pytest.MonkeyPatch, happen: Callable[[], Awaitable[None]]
 ) -> None:
     """Have something happen when a server that is to be promoted looks whom it reaches."""
-    check_reached = Owning._check_reached
+    check_reached = Ownership._check_reached
 
-    async def overtaken(owning: Owning, **how: bool) -> None:
+    async def overtaken(ownership: Ownership, **how: bool) -> None:
         await happen()
-        await check_reached(owning, **how)
+        await check_reached(ownership, **how)
 
-    monkeypatch.setattr(Owning, "_check_reached", overtaken)
+    monkeypatch.setattr(Ownership, "_check_reached", overtaken)

@@ -11,10 +11,10 @@ from upr_client import Client, UprError
 from upr_client.admin import Topology
 
 SOON = {
-    "upr.replica.meeting.MEET_SECONDS": 0.1,
-    "upr.replica.owning.MEET_SECONDS": 0.1,
-    "upr.replica.owning.RESUME_SECONDS": 1.0,
-    "upr.replica.meeting.PROMISE_SECONDS": 3.0,
+    "upr.replica.peers.MEET_SECONDS": 0.1,
+    "upr.replica.ownership.MEET_SECONDS": 0.1,
+    "upr.replica.ownership.RESUME_SECONDS": 1.0,
+    "upr.replica.peers.PROMISE_SECONDS": 3.0,
     "upr.replica.replication.LIST_SECONDS": 0.2,
     "upr_client.backoff.FIRST_SECONDS": 0.02,
     "upr_client.backoff.LONGEST_SECONDS": 0.5,

@@ -12,9 +12,9 @@ from tests.harness import WAIT_SECONDS
 from tests.replica.members import Start, leave_alone, never, start_set, until
 from tests.service.keys import some_keys
 from upr.engine.partitions import ACTIVE
-from upr.replica import owning, replication
-from upr.replica.holding import Holding, Promoted, told_once
-from upr.replica.owning import Owning
+from upr.replica import ownership, replication
+from upr.replica.inventory import Inventory, Promoted, told_once
+from upr.replica.ownership import Ownership
 from upr.replica.replication import Replication
 from upr.replica.upstream_tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
@@ -65,7 +65,7 @@ async def test_what_was_saved_and_cut_until_the_old_owner_stepped_down_is_at_the
 
     changing = asyncio.create_task(change())
     await until(lambda: len(named) > 5)
-    await new.owning.promote(takeover=True)
+    await new.ownership.promote(takeover=True)
     with pytest.raises(UprError) as refused:
         await changing
     assert (refused.value.reason, refused.value.retriable) == ("PARTITION_NOT_ACTIVE", True)
@@ -83,18 +83,18 @@ async def test_buckets_are_carried_over_as_the_old_owner_has_them(
     old, new = await start_set(start)
     async with AsyncClient(old.target) as client:
         await client.admin.create_bucket("to go")
-        await until(lambda: new.names == ["default", "to go"] and new.owning.in_step)
+        await until(lambda: new.names == ["default", "to go"] and new.ownership.in_step)
         # Nobody looks at the list until somebody takes over.
         monkeypatch.setattr(replication, "LIST_SECONDS", 1000.0)
-        await until(lambda: new.owning._replication is not None)
-        replicating = new.owning._replication
+        await until(lambda: new.ownership._replication is not None)
+        replicating = new.ownership._replication
         assert replicating is not None
         await replicating.matched()
         await client.admin.drop_bucket("to go")
         await client.admin.create_bucket("new", quota_bytes=10**6)
         await client.bucket("new").set(b"k", b"v")
     ids = old.catalog.find("new").bucket.partitions.newest_id.tolist()
-    done = await new.owning.promote(takeover=True)
+    done = await new.ownership.promote(takeover=True)
     assert done.records == 0
     assert new.names == ["default", "new"]
     host = new.catalog.find("new")
@@ -122,9 +122,9 @@ async def test_a_quota_that_was_begun_before_a_takeover_is_at_the_new_owner(
     async with AsyncClient(old.target) as client:
         setting = asyncio.create_task(client.admin.set_bucket_quota("default", 10**6))
         await until(began.is_set)
-        taking_over = asyncio.create_task(new.owning.promote(takeover=True))
+        taking_over = asyncio.create_task(new.ownership.promote(takeover=True))
         # What the old owner stores when it steps down waits behind the quota.
-        await until(lambda: taking_over.done() or not (old.owning.active or waiting.empty()))
+        await until(lambda: taking_over.done() or not (old.ownership.active or waiting.empty()))
         go_on.set()
         await asyncio.gather(setting, taking_over)
     assert new.host.disk.quota.limit == 10**6
@@ -136,18 +136,18 @@ async def test_one_that_followed_another_does_not_serve_as_if_it_had_not(start: 
     first = await start()
     copy = await start(first, anonymous=True)
     folder = first.catalog._directory.path
-    await until(lambda: copy.owning.in_step)
-    assert first.owning.holding.served() == 1
+    await until(lambda: copy.ownership.in_step)
+    assert first.ownership.inventory.served() == 1
     await first.stop()
-    await copy.owning.promote(force=True)
+    await copy.ownership.promote(force=True)
     back = await start(copy, data=folder, anonymous=True)
-    await until(lambda: back.owning.in_step)
-    assert back.owning.holding.served() == 0
+    await until(lambda: back.ownership.in_step)
+    assert back.ownership.inventory.served() == 0
     await back.stop()
     again = await start(data=folder)
-    await until(lambda: bool(again.owning.active or again.owning.waiting))
-    assert not again.owning.active
-    assert "nobody knows whether something is missing" in again.owning.waiting
+    await until(lambda: bool(again.ownership.active or again.ownership.waiting))
+    assert not again.ownership.active
+    assert "nobody knows whether something is missing" in again.ownership.waiting
 
 
 @pytest.mark.asyncio
@@ -156,23 +156,23 @@ async def test_the_first_owner_follows_nobody_before_another_one_is_promoted(
     start: Start, counted: bool
 ) -> None:
     old, new = await start_set(start)
-    row = old.owning.standing.row
+    row = old.ownership.standing.row
     if not counted:
         # It knows of nobody who could be promoted without it.
         await leave_alone(new)
         row = replace(row, revision=9, counted=frozenset({row.owner}))
-        await old.owning.store(lambda standing: standing.learned(row))
+        await old.ownership.store(lambda standing: standing.learned(row))
     await old.stop()
     back = await start(new, data=old.catalog._directory.path)
-    await until(lambda: "is told to follow" in back.owning.waiting)
-    assert not back.owning.active
-    assert back.owning.standing.row.counted == row.counted
-    new.owning._paused = False
-    await until(lambda: new.owning.meeting.addresses[row.owner] == back.target)
-    done = await new.owning.promote(takeover=counted, force=not counted)
+    await until(lambda: "is told to follow" in back.ownership.waiting)
+    assert not back.ownership.active
+    assert back.ownership.standing.row.counted == row.counted
+    new.ownership._paused = False
+    await until(lambda: new.ownership.peers.addresses[row.owner] == back.target)
+    done = await new.ownership.promote(takeover=counted, force=not counted)
     assert done.records == 0
-    await until(lambda: back.owning.standing.row.owner == new.owning.standing.directory)
-    await until(lambda: back.owning.in_step)
+    await until(lambda: back.ownership.standing.row.owner == new.ownership.standing.directory)
+    await until(lambda: back.ownership.in_step)
 
 
 @pytest.mark.asyncio
@@ -185,15 +185,15 @@ async def test_one_that_was_alone_and_told_to_follow_by_mistake_is_active_again_
         token = await client.bucket().set(b"k", b"v")
     await alone.stop()
     replica = await start(other, data=folder)
-    assert not replica.owning.active
+    assert not replica.ownership.active
     await replica.stop()
     with monkeypatch.context() as patch:
-        patch.setattr(Holding, "served", lambda _: 0)
+        patch.setattr(Inventory, "served", lambda _: 0)
         unsure = await start(data=folder)
-        await until(lambda: "are a replica's" in unsure.owning.waiting)
+        await until(lambda: "are a replica's" in unsure.ownership.waiting)
         await unsure.stop()
     again = await start(data=folder)
-    await until(lambda: again.owning.active)
+    await until(lambda: again.ownership.active)
     async with AsyncClient(again.target) as client:
         later = await client.bucket().set(b"k", b"w")
     # No record.
@@ -206,14 +206,14 @@ async def test_an_owner_that_gave_way_in_vain_becomes_active_again(
 ) -> None:
     old, new = await start_set(start)
     with monkeypatch.context() as patched:
-        patched.setattr(old.owning.holding, "served", lambda: 0)
+        patched.setattr(old.ownership.inventory, "served", lambda: 0)
         with pytest.raises(UprError) as refused:
-            await new.owning.promote(takeover=True)
+            await new.ownership.promote(takeover=True)
     assert refused.value.reason == "NOT_CONFIRMED"
     assert f"{old.target}, if it runs, becomes active again by itself" in refused.value.hint
-    await until(lambda: old.owning.active)
-    await until(lambda: new.owning.standing.row.epoch == 3)
-    assert not new.owning.active
+    await until(lambda: old.ownership.active)
+    await until(lambda: new.ownership.standing.row.epoch == 3)
+    assert not new.ownership.active
     async with AsyncClient(new.target) as client:
         await client.bucket("default").set(b"k", b"v")
 
@@ -223,8 +223,8 @@ async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_forc
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new, third = await start_set(start, replicas=2)
-    monkeypatch.setattr(owning, "GATHER_SECONDS", 0.3)
-    held = third.owning.holding.now
+    monkeypatch.setattr(ownership, "GATHER_SECONDS", 0.3)
+    held = third.ownership.inventory.now
 
     def more(**as_copy: bool) -> dict[int, Held]:
         """What it holds, and rows that it cannot send."""
@@ -234,16 +234,16 @@ async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_forc
             columns["epoch"][7] = 1
         return told
 
-    monkeypatch.setattr(third.owning.holding, "now", more)
+    monkeypatch.setattr(third.ownership.inventory, "now", more)
     # The former owner does not confirm, so each of the others counts.
-    monkeypatch.setattr(old.owning.holding, "served", lambda: 0)
+    monkeypatch.setattr(old.ownership.inventory, "served", lambda: 0)
     with pytest.raises(UprError) as refused:
-        await new.owning.promote()
+        await new.ownership.promote()
     assert refused.value.reason == "NOT_HEARD"
     assert f"{third.target} has more than is here" in refused.value.message
     assert "bucket 'default' partition 7:" in refused.value.message
-    done = await new.owning.promote(force=True)
-    assert new.owning.active
+    done = await new.ownership.promote(force=True)
+    assert new.ownership.active
     assert done.lost == [("default", 7, 0, 50)]
 
 
@@ -278,8 +278,8 @@ async def test_one_that_gives_data_takes_no_consumer_and_no_cut_away(start: Star
     ours = wire.Cut(name="ours", created_time=1, expires_time=1 << 60, lease_seconds=1)
     await take_tables(host, wire.Tables(cuts=wire.Cuts(cuts=[*kept, ours])))
     await old.stop()
-    new.owning._paused = third.owning._paused = False
-    await new.owning.promote()
+    new.ownership._paused = third.ownership._paused = False
+    await new.ownership.promote()
     host = new.host
     assert host.bucket.partitions.high.tolist() == highs.tolist()
     names = {name for name, _ in host.bucket.consumer_positions}
@@ -299,22 +299,22 @@ async def test_rows_that_came_without_the_numbers_of_their_producers_are_no_copy
     here, partition = new.host.bucket, partition_of(b"k")
     async with AsyncClient(old.target) as client:
         await client.bucket("default").set(b"k", b"1")
-        await until(lambda: third.seqno(partition) == 1 and third.following.joining is False)
+        await until(lambda: third.seqno(partition) == 1 and third.upstream_state.joining is False)
         await leave_alone(third)
         await client.bucket("default").set(b"k", b"2")
     # The owner dies before it has told the third what belongs to the second row.
     monkeypatch.setattr(TableFeed, "_tell", never)
-    third.owning._paused = False
+    third.ownership._paused = False
     await until(lambda: third.seqno(partition) == 2)
     await leave_alone(third)
     monkeypatch.undo()
     await old.stop()
-    new.owning._paused = third.owning._paused = False
-    await new.owning.promote()
+    new.ownership._paused = third.ownership._paused = False
+    await new.ownership.promote()
     assert here.markers.seqno[partition] == new.seqno(partition) == 1
     async with AsyncClient(new.target) as client:
         assert await client.bucket("default").get(b"k") == b"1"
-    await until(lambda: third.owning.in_step)
+    await until(lambda: third.ownership.in_step)
     assert third.seqno(partition) == 1
 
 
@@ -330,7 +330,7 @@ async def test_when_one_bucket_does_not_become_active_none_takes_writes(
     old, new = await start_set(start)
     async with AsyncClient(old.target) as client:
         await client.admin.create_bucket("second")
-        await until(lambda: new.names == ["default", "second"] and new.owning.in_step)
+        await until(lambda: new.names == ["default", "second"] and new.ownership.in_step)
     activate, asked = BucketService.activate, []
 
     async def fails(host: BucketService, epoch: int, records: dict[int, int]) -> None:
@@ -342,11 +342,11 @@ async def test_when_one_bucket_does_not_become_active_none_takes_writes(
     with monkeypatch.context() as patched:
         patched.setattr(BucketService, "activate", fails)
         with pytest.raises(StorageFailedError):
-            await new.owning.promote(takeover=True)
+            await new.ownership.promote(takeover=True)
         states = [host.bucket.partitions.state for host in new.catalog.hosts]
         assert len(asked) == len(states) == 2
         assert not any((state == ACTIVE).any() for state in states)
-    await until(lambda: new.owning.active)
+    await until(lambda: new.ownership.active)
 
 
 @pytest.mark.asyncio
@@ -355,8 +355,8 @@ async def test_an_owner_that_met_a_claim_that_went_no_further_becomes_active_aga
 ) -> None:
     old, new = await start_set(start)
     # It promised to itself, and was stopped before it asked anybody.
-    await new.owning.store(lambda standing: standing.promise(2, standing.directory))
-    await until(lambda: old.owning.active and old.owning.standing.row.epoch == 3)
+    await new.ownership.store(lambda standing: standing.promise(2, standing.directory))
+    await until(lambda: old.ownership.active and old.ownership.standing.row.epoch == 3)
 
 
 @pytest.mark.asyncio
@@ -364,28 +364,28 @@ async def test_an_owner_takes_nothing_back_from_one_that_cannot_be_asked(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = await start_set(start)
-    monkeypatch.setattr(owning, "RESUME_SECONDS", 0.0)
+    monkeypatch.setattr(ownership, "RESUME_SECONDS", 0.0)
     await leave_alone(old)
-    row = old.owning.standing.row
+    row = old.ownership.standing.row
     # It may serve by force, and have acknowledged writes.
-    await old.owning.promise(4, "f" * 16, row)
-    assert not old.owning._is_left_alone(4)
-    await old.owning.promise(5, new.owning.standing.directory, row)
-    assert old.owning._is_left_alone(5)
+    await old.ownership.promise(4, "f" * 16, row)
+    assert not old.ownership._is_left_alone(4)
+    await old.ownership.promise(5, new.ownership.standing.directory, row)
+    assert old.ownership._is_left_alone(5)
 
 
 @pytest.mark.asyncio
 async def test_one_that_gathered_in_vain_follows_registered_again(start: Start) -> None:
     old, new = await start_set(start)
     await leave_alone(new)
-    host, directory = old.host, new.owning.standing.directory
+    host, directory = old.host, new.ownership.standing.directory
     # Its call of before ends at the owner a moment later.
-    await until(lambda: not old.owning.meeting.registered(directory))
-    new.owning._follow((old.target,), True, old.owning.standing.directory)
+    await until(lambda: not old.ownership.peers.registered(directory))
+    new.ownership._follow((old.target,), True, old.ownership.standing.directory)
     await until(lambda: directory in {one.options.directory for one in host.bucket.followers})
-    assert not old.owning.meeting.registered(directory)
-    new.owning._paused = False
-    await until(lambda: old.owning.meeting.registered(directory))
+    assert not old.ownership.peers.registered(directory)
+    new.ownership._paused = False
+    await until(lambda: old.ownership.peers.registered(directory))
 
 
 @pytest.mark.asyncio
@@ -398,19 +398,19 @@ async def test_who_counts_is_stored_before_it_counts(
     async def nothing() -> None:
         idle.set()
 
-    monkeypatch.setattr(old.owning, "_round", nothing)
+    monkeypatch.setattr(old.ownership, "_round", nothing)
     await idle.wait()
-    directory, bucket = new.owning.standing.directory, old.host.bucket
-    old.owning.counting.known = frozenset()
-    await old.owning.store(lambda standing: standing)
+    directory, bucket = new.ownership.standing.directory, old.host.bucket
+    old.ownership.counted_replicas.known = frozenset()
+    await old.ownership.store(lambda standing: standing)
     assert not old.catalog.standing.known
-    await old.owning.counting.count_copies()
+    await old.ownership.counted_replicas.count_copies()
     assert bucket.copies.counted == {directory}
     stored = read_standing(old.catalog._directory.path, "d", replica=False)
     assert stored.known == {directory}
     # Who steps down does not know whom the next owner counts.
-    await old.owning.step_down(fenced=True)
-    await old.owning.store(lambda standing: standing)
+    await old.ownership.step_down(fenced=True)
+    await old.ownership.store(lambda standing: standing)
     assert not old.catalog.standing.known
 
 
@@ -421,7 +421,7 @@ async def test_a_bucket_that_is_dropped_while_its_candidate_promises_ends_no_tak
     old, new = await start_set(start)
     async with AsyncClient(old.target) as client:
         await client.admin.create_bucket("to go")
-        await until(lambda: new.names == ["default", "to go"] and new.owning.in_step)
+        await until(lambda: new.names == ["default", "to go"] and new.ownership.in_step)
         settle, gone = BucketService.settle_tables, new.catalog.find("to go")
 
         async def late(host: BucketService) -> None:
@@ -432,8 +432,8 @@ async def test_a_bucket_that_is_dropped_while_its_candidate_promises_ends_no_tak
             await settle(host)
 
         monkeypatch.setattr(BucketService, "settle_tables", late)
-        done = await new.owning.promote(takeover=True)
-    assert (done.records, new.names, new.owning.active) == (0, ["default"], True)
+        done = await new.ownership.promote(takeover=True)
+    assert (done.records, new.names, new.ownership.active) == (0, ["default"], True)
 
 
 @pytest.mark.asyncio
@@ -450,15 +450,15 @@ async def test_what_is_dead_here_is_named_at_once_and_given_up_alone(
     table = new.host.bucket.partitions
     table.kill(7, StorageFailedError("broken"))
     await old.stop()
-    new.owning._paused = third.owning._paused = False
+    new.ownership._paused = third.ownership._paused = False
     # Nobody waits for what cannot come.
-    monkeypatch.setattr(owning, "GATHER_SECONDS", 1e6)
+    monkeypatch.setattr(ownership, "GATHER_SECONDS", 1e6)
     with pytest.raises(UprError) as refused:
         async with asyncio.timeout(8):
-            await new.owning.promote()
+            await new.ownership.promote()
     assert refused.value.reason == "NOT_HEARD"
     assert f"partition 7: partition 7 is dead here, at {new.target}" in refused.value.message
-    done = await new.owning.promote(force=True)
+    done = await new.ownership.promote(force=True)
     assert done.lost == [("default", 7, 0, 1)]
     assert (table.high[7], table.high[8]) == (0, 1)
 
@@ -472,7 +472,7 @@ async def test_what_is_given_up_is_told_from_where_the_branches_part(start: Star
     table.set_log(7, table.logs[7].with_record(5, 20, epoch=2))
     table.high[7] = 60
     lost = [(version, 7, 50, first), (version, 7, 50, 5), (version, 7, 50, 6), (1, 7, 50, first)]
-    assert alone.owning.holding.short_of(lost) == [
+    assert alone.ownership.inventory.short_of(lost) == [
         # Above 20 it has rows of another branch, up to 60.
         ("default", 7, 20, 50),
         # Of an id that is not known here all may be another branch; a bucket may not be here.
@@ -494,14 +494,14 @@ async def test_a_bucket_that_a_replica_cannot_make_stops_no_replicated_write_of_
         raise StorageFailedError("no room")
 
     monkeypatch.setattr(new.catalog, "create", fails)
-    directory = new.owning.standing.directory
+    directory = new.ownership.standing.directory
     async with AsyncClient(old.target, retry_seconds=0) as client:
         await client.bucket("default").set(b"k", b"v", durability="replicated(1)")
         await client.admin.create_bucket("second")
-        await until(lambda: not new.owning.in_step)
-        await until(lambda: not old.owning.meeting.met[directory].in_step)
-        old.owning.meeting.met.clear()
-        await until(lambda: directory in old.owning.meeting.met)
+        await until(lambda: not new.ownership.in_step)
+        await until(lambda: not old.ownership.peers.met[directory].in_step)
+        old.ownership.peers.met.clear()
+        await until(lambda: directory in old.ownership.peers.met)
         await client.bucket("default").set(b"k", b"w", durability="replicated(1)")
         with pytest.raises(TooFewReplicasError):
             await client.bucket("second").set(b"k", b"v", durability="replicated(1)")
@@ -512,9 +512,9 @@ async def test_a_writer_that_is_sent_to_the_next_owner_is_served_when_that_is_ac
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = await start_set(start)
-    go_on, serve = asyncio.Event(), Owning._serve
+    go_on, serve = asyncio.Event(), Ownership._serve
 
-    async def late(self: Owning, *arguments: Any) -> Promoted:
+    async def late(self: Ownership, *arguments: Any) -> Promoted:
         await go_on.wait()
         return await serve(self, *arguments)
 
@@ -524,10 +524,10 @@ async def test_a_writer_that_is_sent_to_the_next_owner_is_served_when_that_is_ac
         asked.set()
         await soon(self)
 
-    monkeypatch.setattr(Owning, "_serve", late)
+    monkeypatch.setattr(Ownership, "_serve", late)
     monkeypatch.setattr(Catalog, "check_active_soon", entered)
-    promoting = asyncio.create_task(new.owning.promote(takeover=True))
-    await until(lambda: not old.owning.active)
+    promoting = asyncio.create_task(new.ownership.promote(takeover=True))
+    await until(lambda: not old.ownership.active)
     # It is refused by the one, and tries the other once.
     async with AsyncClient(new.target, retry_seconds=0) as client:
         writing = asyncio.create_task(client.bucket("default").set(b"k", b"v"))
@@ -543,8 +543,8 @@ async def test_tables_that_are_given_up_by_force_are_told(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, new = await start_set(start)
-    monkeypatch.setattr(owning, "GATHER_SECONDS", 0.1)
-    monkeypatch.setattr(Holding, "has_tables", lambda *_: False)
+    monkeypatch.setattr(ownership, "GATHER_SECONDS", 0.1)
+    monkeypatch.setattr(Inventory, "has_tables", lambda *_: False)
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
         done = await client.admin.promote(force=True)
     assert done.tables == ("default",)
@@ -556,16 +556,18 @@ async def test_another_owner_at_the_address_of_the_last_one_is_followed(
 ) -> None:
     _, new, third = await start_set(start, replicas=2)
     await new.stop()
-    before, directory = third.owning._replication, new.owning.standing.directory
+    before, directory = third.ownership._replication, new.ownership.standing.directory
     assert before is not None
-    meeting, row = third.owning.meeting, third.owning.standing.row
+    peers, row = third.ownership.peers, third.ownership.standing.row
     await until(lambda: before.directory == row.owner)
-    monkeypatch.setattr(meeting, "_remember", lambda *_: None)
-    meeting.addresses[directory] = meeting.addresses[row.owner]
-    await third.owning.learned(Row(row.epoch + 1, 0, directory, True, row.counted), row.epoch + 1)
-    await until(lambda: third.owning._replication not in (None, before))
-    assert third.owning._replication is not None
-    assert third.owning._replication.directory == directory
+    monkeypatch.setattr(peers, "_remember", lambda *_: None)
+    peers.addresses[directory] = peers.addresses[row.owner]
+    await third.ownership.learned(
+        Row(row.epoch + 1, 0, directory, True, row.counted), row.epoch + 1
+    )
+    await until(lambda: third.ownership._replication not in (None, before))
+    assert third.ownership._replication is not None
+    assert third.ownership._replication.directory == directory
 
 
 @pytest.mark.asyncio
@@ -577,7 +579,7 @@ async def test_what_only_one_that_is_forgotten_had_is_not_lost(
     receive, may_receive, goes = (
         BucketService.receive,
         asyncio.Event(),
-        gone.owning.standing.directory,
+        gone.ownership.standing.directory,
     )
 
     async def held_back(self: BucketService, *block: Any) -> None:
@@ -588,16 +590,16 @@ async def test_what_only_one_that_is_forgotten_had_is_not_lost(
     monkeypatch.setattr(BucketService, "receive", held_back)
     async with AsyncClient(old.target) as client:
         await client.bucket().set(b"k", b"v", durability="replicated(1)")
-    meeting = old.owning.meeting
+    peers = old.ownership.peers
     with monkeypatch.context() as patch:
-        patch.setattr(old.owning, "_paused", True)
-        await until(lambda: meeting.met.pop(goes, None) is None)
+        patch.setattr(old.ownership, "_paused", True)
+        await until(lambda: peers.met.pop(goes, None) is None)
         with pytest.raises(UprError, match="must be one that will not come back"):
             # It is not met, and follows.
-            await old.owning.counting.forget(goes)
+            await old.ownership.counted_replicas.forget(goes)
     await gone.stop()
     name = f"replica:{goes}"
-    await until(lambda: goes not in meeting.met and name not in host.bucket.consumers)
+    await until(lambda: goes not in peers.met and name not in host.bucket.consumers)
     keep, counting = old.catalog.keep_standing, []
 
     async def kept(stored: Stored) -> None:
@@ -619,14 +621,14 @@ async def test_what_only_one_that_is_forgotten_had_is_not_lost(
     assert not any(counting)
     async with AsyncClient(old.target) as client:
         assert await client.admin.forget_server(gone.target) == goes
-    one = late.owning.standing.directory
-    row = old.owning.standing.row
+    one = late.ownership.standing.directory
+    row = old.ownership.standing.row
     assert row.counted == {one, row.owner}
-    await until(lambda: meeting.met[one].row.age >= row.age)
-    await old.owning.counting.count()
-    assert row.owner in old.owning.standing.row.counted
+    await until(lambda: peers.met[one].row.age >= row.age)
+    await old.ownership.counted_replicas.count()
+    assert row.owner in old.ownership.standing.row.counted
     may_receive.set()
-    await until(lambda: old.owning.standing.row.counted == {one})
+    await until(lambda: old.ownership.standing.row.counted == {one})
 
 
 @pytest.mark.asyncio
@@ -634,10 +636,10 @@ async def test_a_round_beside_it_does_not_count_one_that_is_forgotten(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, gone, _ = await start_set(start, replicas=2)
-    owner, goes = old.owning, gone.owning.standing.directory
+    owner, goes = old.ownership, gone.ownership.standing.directory
     await gone.stop()
     name, bucket = f"replica:{goes}", old.host.bucket
-    await until(lambda: goes not in owner.meeting.met and name not in bucket.consumers)
+    await until(lambda: goes not in owner.peers.met and name not in bucket.consumers)
     keep, stores, may_store = old.catalog.keep_standing, asyncio.Event(), asyncio.Event()
 
     async def held_up(stored: Stored) -> None:
@@ -646,13 +648,13 @@ async def test_a_round_beside_it_does_not_count_one_that_is_forgotten(
         await keep(stored)
 
     monkeypatch.setattr(old.catalog, "keep_standing", held_up)
-    forgetting = asyncio.create_task(owner.counting.forget(goes))
+    forgetting = asyncio.create_task(owner.counted_replicas.forget(goes))
     await stores.wait()
     # Two more are in step: their row is two newer.
-    monkeypatch.setattr(owner.meeting, "registered", lambda _: True)
-    met = next(iter(owner.meeting.met.values()))
-    owner.meeting.met |= {f"{n:016x}": met for n in (1, 2)}
-    counting = asyncio.create_task(owner.counting.count())
+    monkeypatch.setattr(owner.peers, "registered", lambda _: True)
+    met = next(iter(owner.peers.met.values()))
+    owner.peers.met |= {f"{n:016x}": met for n in (1, 2)}
+    counting = asyncio.create_task(owner.counted_replicas.count())
     for _ in range(10):
         await asyncio.sleep(0)
     may_store.set()
@@ -665,7 +667,7 @@ async def test_one_that_joins_holds_up_purging_and_is_no_copy(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = await start_set(start)
-    host, directory = old.host, new.owning.standing.directory
+    host, directory = old.host, new.ownership.standing.directory
     may_tell, tell_all = asyncio.Event(), TableFeed._tell_all
 
     async def tell_later(self: TableFeed) -> None:
@@ -674,8 +676,8 @@ async def test_one_that_joins_holds_up_purging_and_is_no_copy(
 
     monkeypatch.setattr(TableFeed, "_tell_all", tell_later)
     await leave_alone(new)
-    await until(lambda: not old.owning.meeting.registered(directory))
-    new.owning._paused = False
+    await until(lambda: not old.ownership.peers.registered(directory))
+    new.ownership._paused = False
     async with AsyncClient(old.target) as client:
         written = await client.bucket("default").set(b"key", b"value")
     p, name = written.partition, REPLICAS_NAME + directory
@@ -699,28 +701,28 @@ async def test_a_set_without_a_bucket_changes_its_owner_and_counts_who_has_heard
     async with AsyncClient(old.target) as client:
         await client.admin.drop_bucket("default")
         await until(lambda: new.names == [])
-        assert new.owning.in_step
-        assert old.owning.meeting.met[new.owning.standing.directory].in_step
+        assert new.ownership.in_step
+        assert old.ownership.peers.met[new.ownership.standing.directory].in_step
         # Nothing else is in the way of a drain, and the former owner confirms that nothing is missing.
         assert await client.admin.drain() == new.target
-    await new.owning.promote(takeover=True)
-    assert new.owning.active
-    counted = {old.owning.standing.directory}
-    await until(lambda: new.owning.standing.row.counted == counted)
+    await new.ownership.promote(takeover=True)
+    assert new.ownership.active
+    counted = {old.ownership.standing.directory}
+    await until(lambda: new.ownership.standing.row.counted == counted)
     # It has heard of a bucket, and then that there is none.
     async with AsyncClient(new.target) as client:
         await client.admin.create_bucket("next")
         await until(lambda: old.names == ["next"])
         await client.admin.drop_bucket("next")
-    await until(lambda: old.names == [] and old.owning.in_step)
+    await until(lambda: old.names == [] and old.ownership.in_step)
     await new.stop()
     late = await start(new)
-    await old.owning.promote()
-    assert old.owning.active
+    await old.ownership.promote()
+    assert old.ownership.active
     # This one heard of no list.
-    assert not late.owning.in_step
+    assert not late.ownership.in_step
     with pytest.raises(UprError, match="joined no set"):
-        await late.owning.promote()
+        await late.ownership.promote()
 
 
 @pytest.mark.asyncio
@@ -729,29 +731,31 @@ async def test_a_server_without_a_bucket_confirms_nothing_after_a_restart(start:
     old, new = await start_set(start)
     async with AsyncClient(old.target) as client:
         await client.admin.drop_bucket("default")
-    epoch = old.owning.standing.row.epoch
-    assert old.owning.holding.served() == epoch
+    epoch = old.ownership.standing.row.epoch
+    assert old.ownership.inventory.served() == epoch
     await old.stop()
     again = await start(data=old.catalog._directory.path)
     assert again.names == []
-    assert again.owning.holding.served() == 0
-    await until(lambda: again.owning.active)
-    assert again.owning.standing.row.epoch > epoch
-    assert not new.owning.active
+    assert again.ownership.inventory.served() == 0
+    await until(lambda: again.ownership.active)
+    assert again.ownership.standing.row.epoch > epoch
+    assert not new.ownership.active
 
 
 @pytest.mark.asyncio
 async def test_an_owner_that_claimed_while_it_heard_of_another_goes_on(start: Start) -> None:
     old, new = await start_set(start)
-    row, (host,) = old.owning.standing.row, old.catalog.hosts
-    async with old.owning._storing:
-        other = replace(row, epoch=row.epoch + 1, owner=new.owning.standing.directory)
-        learning = asyncio.create_task(old.owning.learned(other, other.epoch))
+    row, (host,) = old.ownership.standing.row, old.catalog.hosts
+    async with old.ownership._storing:
+        other = replace(row, epoch=row.epoch + 1, owner=new.ownership.standing.directory)
+        learning = asyncio.create_task(old.ownership.learned(other, other.epoch))
         await asyncio.sleep(0)
         assert not host.may_answer
         newer = replace(row, epoch=row.epoch + 2)
-        claimed = replace(old.owning.standing, row=newer, promised=newer.epoch, candidate=row.owner)
+        claimed = replace(
+            old.ownership.standing, row=newer, promised=newer.epoch, candidate=row.owner
+        )
         old.catalog.standing = replace(old.catalog.standing, standing=claimed)
     await learning
-    assert old.owning.active
+    assert old.ownership.active
     assert host.may_answer

@@ -34,7 +34,7 @@ async def start_apart(start: Start, *, flushes: bool) -> list[Member]:
     old, new, third = members = await start_set(start, replicas=2)
     await leave_alone(new)
     await write(old, 1)
-    await until(lambda: third.seqno(A) == 1 and third.following.joining is False)
+    await until(lambda: third.seqno(A) == 1 and third.upstream_state.joining is False)
     if flushes:
         await third.flush()
     await leave_alone(third)
@@ -65,7 +65,7 @@ async def join_in_part(
 
     with monkeypatch.context() as patched:
         patched.setattr(TableFeed, "_tell", all_but_their_end)
-        joins.owning._follow((old.target,), False, old.owning.standing.directory)
+        joins.ownership._follow((old.target,), False, old.ownership.standing.directory)
         await until(lambda: joins.seqno(A) == 2)
         await poll(numbers, lambda found: found == {2})
         if flushes:
@@ -89,7 +89,7 @@ async def test_a_write_is_known_at_the_next_owner_where_a_join_brought_a_newer_o
         before_it_claims(
             monkeypatch, lambda: join_in_part(old, third, monkeypatch, flushes=flushes)
         )
-    await owner.owning.promote()
+    await owner.ownership.promote()
     assert owner.seqno(A) == 1
     assert (await write(owner, 1)).duplicate
     assert not (await write(owner, 2)).duplicate
@@ -110,14 +110,14 @@ async def test_who_lost_its_owner_while_the_end_of_its_join_was_stored_promises_
             assert may_return.wait(WAIT_SECONDS)
 
     monkeypatch.setattr(Store, "put_joining", held_up)
-    third.owning._follow((old.target,), False, old.owning.standing.directory)
+    third.ownership._follow((old.target,), False, old.ownership.standing.directory)
     await until(lambda: third.seqno(A) == 2 and store.joining() is None)
-    assert third.following.joining is None
-    await third.owning.follow_nobody()
+    assert third.upstream_state.joining is None
+    await third.ownership.follow_nobody()
     may_return.set()
     await old.stop()
     owner = new if gives else third
-    await owner.owning.promote()
+    await owner.ownership.promote()
     assert owner.seqno(A) == 2
     assert (await write(owner, 2)).duplicate
 
@@ -138,7 +138,7 @@ async def test_what_was_cut_off_leaves_no_number_ahead_of_what_another_server_gi
     await until(lambda: old.seqno(A) == 2)
     await old.flush()
     before_it_claims(monkeypatch, lambda: join_in_part(old, third, monkeypatch, flushes=False))
-    await third.owning.promote()
+    await third.ownership.promote()
     assert third.seqno(A) == 1
     assert (await write(third, 1)).duplicate
 
@@ -165,6 +165,6 @@ async def test_a_number_that_was_told_ahead_of_its_rows_gives_way_to_that_of_ano
     await third.begin_join()
     rows = wire.ProducerRows(producer=name, time=numbers.time, table=numbers.table.tobytes())
     await take_tables(third.host, wire.Tables(producers=[rows]))
-    await third.owning.promote()
+    await third.ownership.promote()
     assert third.seqno(A) == 2
     assert (await write(third, 2)).duplicate

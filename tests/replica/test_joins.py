@@ -26,11 +26,11 @@ from tests.replica.members import (
 from tests.storage.closed import Closed
 from upr.config import ServerConfig
 from upr.engine.recovery import Undo
-from upr.replica import owning
-from upr.replica.holding import held_of
-from upr.replica.owning import Owning
+from upr.replica import ownership
+from upr.replica.inventory import held_of
+from upr.replica.ownership import Ownership
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.following import Following
+from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.replica_tables import TableFeed
 from upr.storage.keyspace import PRODUCER as NUMBERS
 from upr.storage.keyspace import ProducerNumbers
@@ -56,19 +56,19 @@ def meanwhile(
     monkeypatch: pytest.MonkeyPatch, old: Member, new: Member, came: Callable[[], bool]
 ) -> None:
     """Have the former owner send rows without the tables to a server that claims, and die then."""
-    check_reached = Owning._check_reached
+    check_reached = Ownership._check_reached
 
-    async def overtaken(self: Owning, **how: bool) -> None:
+    async def overtaken(self: Ownership, **how: bool) -> None:
         await check_reached(self, **how)
-        if self is not new.owning or not old.host.bucket.partitions.high.any() or old.stopped:
+        if self is not new.ownership or not old.host.bucket.partitions.high.any() or old.stopped:
             return
         with monkeypatch.context() as patch:
             patch.setattr(TableFeed, "_tell", never)
-            self._follow((old.target,), False, old.owning.standing.directory)
+            self._follow((old.target,), False, old.ownership.standing.directory)
             await until(came)
             await old.stop()
 
-    monkeypatch.setattr(Owning, "_check_reached", overtaken)
+    monkeypatch.setattr(Ownership, "_check_reached", overtaken)
 
 
 @pytest.mark.asyncio
@@ -81,7 +81,7 @@ async def test_of_other_partitions_than_those_that_are_fetched_nothing_counts_as
     await until(lambda: old.seqno(B) == 1)
     await old.flush()
     meanwhile(monkeypatch, old, new, lambda: new.seqno(A) == 2 and new.seqno(B) == 1)
-    await new.owning.promote()
+    await new.ownership.promote()
     assert (new.seqno(A), new.seqno(B)) == (2, 0)
     # It knows the numbers of what it kept, and what it did not keep is applied anew.
     assert (await write(new, 2)).duplicate
@@ -94,7 +94,7 @@ async def test_of_other_partitions_than_those_that_are_fetched_nothing_counts_as
 async def test_a_claim_that_a_join_overtook_ends_with_an_owner(
     start: Start, monkeypatch: pytest.MonkeyPatch, rows_of_third: int
 ) -> None:
-    monkeypatch.setattr(owning, "GATHER_SECONDS", 3.0)
+    monkeypatch.setattr(ownership, "GATHER_SECONDS", 3.0)
     old, new, third = await start_apart(start)
     if rows_of_third == 2:
         await leave_alone(third)
@@ -108,12 +108,12 @@ async def test_a_claim_that_a_join_overtook_ends_with_an_owner(
         raise UnavailableError("it is away for a moment")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Owning, "_ask", away)
+        patch.setattr(Ownership, "_ask", away)
         with pytest.raises(UnavailableError):
-            await new.owning.promote()
+            await new.ownership.promote()
     # Nobody else may become active, and nobody is there whose tables would come.
-    assert not new.owning.holding.is_whole
-    await new.owning.promote()
+    assert not new.ownership.inventory.is_whole
+    await new.ownership.promote()
     assert new.seqno(A) == rows_of_third
     assert (await write(new, rows_of_third)).duplicate
 
@@ -122,13 +122,13 @@ async def test_a_claim_that_a_join_overtook_ends_with_an_owner(
 async def test_who_holds_a_part_of_a_stretch_takes_the_rest_of_one_that_has_less(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owning, "GATHER_SECONDS", 3.0)
+    monkeypatch.setattr(ownership, "GATHER_SECONDS", 3.0)
     old, new, third = await start_apart(start)
     await leave_alone(third)
     await new.begin_join()
     await received(new.host, (A, 1, 4, 9))
     await old.stop()
-    await new.owning.promote()
+    await new.ownership.promote()
     assert (new.seqno(A), int(new.host.bucket.partitions.high[A])) == (2, 2)
     assert (await write(new, 2)).duplicate
 
@@ -142,7 +142,7 @@ async def test_one_out_of_step_is_promoted_by_force_only_and_tells_what_it_may_l
     await new.begin_join()
     async with AsyncClient(old.target) as client:
         await client.bucket().set(b"k", b"v")
-    await until(lambda: not new.following.is_whole)
+    await until(lambda: not new.upstream_state.is_whole)
     await leave_alone(new)
     await old.stop()
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
@@ -164,12 +164,12 @@ async def test_what_a_join_brings_while_a_promotion_runs_is_not_kept_without_its
         # Writers would wait for the whole join.
         with pytest.raises(UprError, match="not in step"):
             await client.admin.promote()
-        assert old.owning.active
+        assert old.ownership.active
 
     async def a_row_comes() -> None:
         async with AsyncClient(old.target) as client:
             await client.bucket().set(b"k", b"v")
-        await until(lambda: not new.following.is_whole)
+        await until(lambda: not new.upstream_state.is_whole)
         await old.stop()
 
     before_it_claims(monkeypatch, a_row_comes)
@@ -186,17 +186,17 @@ async def test_a_takeover_waits_until_the_end_of_a_join_is_stored(
 ) -> None:
     old, new = await start_set(start)
     await joined(new)
-    set_joining = Following.set_joining
+    set_joining = UpstreamState.set_joining
 
-    async def slow(following: Following, joining: bool) -> None:
-        if not joining and following.joining is not False:
+    async def slow(upstream_state: UpstreamState, joining: bool) -> None:
+        if not joining and upstream_state.joining is not False:
             await asyncio.sleep(0.3)
-        await set_joining(following, joining)
+        await set_joining(upstream_state, joining)
 
-    monkeypatch.setattr(Following, "set_joining", slow)
+    monkeypatch.setattr(UpstreamState, "set_joining", slow)
     await leave_alone(new)
     await write(old, 1)
-    done = await new.owning.promote(takeover=True)
+    done = await new.ownership.promote(takeover=True)
     assert (done.records, new.seqno(A)) == (0, 1)
     assert not undone_files(new.catalog._directory.path)
     assert (await write(new, 1)).duplicate
@@ -210,11 +210,11 @@ async def test_a_claim_is_tried_again_where_the_former_owner_is_back(
     old, new, third = await start_set(start, replicas=2)
     await joined(new, third)
     await third.stop()
-    row = old.owning.standing.row
-    alone = frozenset({new.owning.standing.directory})
+    row = old.ownership.standing.row
+    alone = frozenset({new.ownership.standing.directory})
     row = replace(row, revision=row.revision + 1, counted=alone)
     for one in (old, new):
-        await one.owning.store(lambda standing: standing.learned(row))
+        await one.ownership.store(lambda standing: standing.learned(row))
     await leave_alone(new)
     await new.begin_join()
 
@@ -224,26 +224,26 @@ async def test_a_claim_is_tried_again_where_the_former_owner_is_back(
         raise UnavailableError("it is away for a moment")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Owning, "_check_reached", nothing)
-        patch.setattr(Owning, "_ask", away)
+        patch.setattr(Ownership, "_check_reached", nothing)
+        patch.setattr(Ownership, "_ask", away)
         with pytest.raises(UnavailableError):
-            await new.owning.promote()
-    await new.owning.promote()
-    assert new.owning.active
+            await new.ownership.promote()
+    await new.ownership.promote()
+    assert new.ownership.active
 
 
 @pytest.mark.asyncio
 async def test_what_tables_named_that_are_not_followed_any_more_is_not_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owning, "GATHER_SECONDS", 2.0)
+    monkeypatch.setattr(ownership, "GATHER_SECONDS", 2.0)
     old, new, third = await start_apart(start)
     await leave_alone(third)
-    new.following.begin_tables()
+    new.upstream_state.begin_tables()
     # Its row did not come.
-    new.following.needed[A] = 3
+    new.upstream_state.needed[A] = 3
     await old.stop()
-    await new.owning.promote()
+    await new.ownership.promote()
     assert new.seqno(A) == 2
 
 
@@ -280,24 +280,24 @@ async def test_what_was_whole_and_is_undone_is_not_whole_after_a_restart(tmp_pat
     host = opened(closed)
     await host.adopt({A: OLD}, {A: 1})
     await received(host, (A, 0, 2, 2), (A, 2, 5, 5))
-    assert host.following is not None
-    await host.following.set_joining(True)
+    assert host.upstream_state is not None
+    await host.upstream_state.set_joining(True)
     await host.close()
     new = FailoverLog((FailoverRecord(9, 0, 1), FailoverRecord(10, 2, 2)))
     host = opened(closed, {A: Undo(2, new, 2)})
-    assert host.following is not None
+    assert host.upstream_state is not None
     before = promised(host)
     assert before <= 2
     # Now rows of another branch come, from the store of the upstream.
-    await host.following.set_joining(True)
+    await host.upstream_state.set_joining(True)
     await host.adopt({A: new}, {A: 2})
     high = int(host.bucket.partitions.high[A])
     await received(host, (A, high, 5, 5))
     assert promised(host) == before
     await host.close()
     host = opened(closed)
-    assert host.following is not None
-    assert (promised(host), host.following.is_whole) == (before, False)
+    assert host.upstream_state is not None
+    assert (promised(host), host.upstream_state.is_whole) == (before, False)
     await host.close()
 
 
@@ -308,8 +308,8 @@ async def test_no_block_that_recovery_makes_crosses_what_is_whole(tmp_path: Path
     await host.adopt({A: OLD}, {A: 1})
     host.bucket.may_undo = True
     await received(host, (A, 0, 2, 2))
-    assert host.following is not None
-    await host.following.set_joining(True)
+    assert host.upstream_state is not None
+    await host.upstream_state.set_joining(True)
     await received(host, (A, 2, 5, 5), (A, 5, 8, 8))
     await closed_again(host)
     new = FailoverLog((FailoverRecord(9, 0, 1), FailoverRecord(10, 5, 2)))
@@ -332,11 +332,11 @@ async def test_what_was_fetched_with_its_tables_is_whole_also_in_the_store(tmp_p
     store, counts = host.disk.store, host.bucket.counts
     await host.adopt({A: OLD}, {A: 1})
     await received(host, (A, 0, 1, 1))
-    assert host.following is not None
-    await host.following.set_joining(True)
+    assert host.upstream_state is not None
+    await host.upstream_state.set_joining(True)
     await received(host, (A, 1, 2, 2))
     await host.disk.in_store_thread(lambda: store.put_producers([(PRODUCER, number(2))], counts))
-    await host.following.is_whole_up_to({A: 2})
+    await host.upstream_state.is_whole_up_to({A: 2})
     # Nothing came of it, and the join goes on.
     await received(host, (A, 2, 3, 3))
     await host.disk.in_store_thread(lambda: store.put_producers([(PRODUCER, number(3))], counts))

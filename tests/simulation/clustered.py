@@ -17,8 +17,8 @@ from tests.simulation.replicas import STEP_SECONDS, ReplicasWorld
 from tests.simulation.truth import Violation
 from upr.cluster.registry import Entry, Found, Map
 from upr.engine.bucket import Bucket
-from upr.replica import agreeing
-from upr.replica.agreeing import Agreeing
+from upr.replica import fencing
+from upr.replica.fencing import Fencing
 from upr_client import AsyncClient, UprError
 from upr_protocol.errors import UnavailableError
 
@@ -178,11 +178,11 @@ class ClusterWorld(ReplicasWorld):
     def patched(self, patch: pytest.MonkeyPatch) -> None:
         """Have clocks of different rates, and look at each answer to whether an owner may serve."""
         patch.setattr(
-            agreeing, "boot_seconds", lambda: self._timeline.now * self.rates[running().host]
+            fencing, "boot_seconds", lambda: self._timeline.now * self.rates[running().host]
         )
-        may_serve = Agreeing.may_serve
+        may_serve = Fencing.may_serve
 
-        def looked(one: Agreeing) -> bool:
+        def looked(one: Fencing) -> bool:
             answer = may_serve(one)
             standing = one._catalog.standing.standing
             if answer and not one._catalog.replica:
@@ -194,7 +194,7 @@ class ClusterWorld(ReplicasWorld):
                 self._newest = own
             return answer
 
-        patch.setattr(Agreeing, "may_serve", looked)
+        patch.setattr(Fencing, "may_serve", looked)
         write = Bucket.write
 
         def written(bucket: Bucket, *what: Any) -> Any:
@@ -210,7 +210,7 @@ class ClusterWorld(ReplicasWorld):
         """Return the counted servers that follow a bucket of the server that runs."""
         (server,) = (s for s in self.servers if s.host == running().host)
         following = {f.options.directory for f in bucket.followers if f.options.consumer}
-        return following & server.owning.standing.row.counted if server.owning else set()
+        return following & server.ownership.standing.row.counted if server.ownership else set()
 
     def make_first(self, first: ServerProcess) -> None:
         """Make the map, by order: no new server does so by itself."""
@@ -339,7 +339,7 @@ class ClusterWorld(ReplicasWorld):
                     raise Violation(f"no owner by itself: {self._where()}")
                 # Only who is gone for good may have what is missing.
                 self.counts["forced at the end"] += 1
-                alive = [s for s in self.servers if s.owning and s.owning.standing.epoch]
+                alive = [s for s in self.servers if s.ownership and s.ownership.standing.epoch]
                 self.order(self.rng.choice(alive), force=True)
                 self.until(lambda: not self.people.operating, 40, "answered")
                 began = self._timeline.now

@@ -23,8 +23,8 @@ from upr import failpoints
 from upr.cluster.keeper import replicate
 from upr.cluster.registry import Registry
 from upr.config import ServerConfig
-from upr.replica.methods import ReplicaMethods
-from upr.replica.owning import Owning
+from upr.replica.ownership import Ownership
+from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets import disk
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.clock import Clock
@@ -152,12 +152,12 @@ class ServerProcess:
         return self._folder / f"{self.number}.{self.disks}"
 
     @property
-    def owning(self) -> Owning | None:
+    def ownership(self) -> Ownership | None:
         """What decides who is active, None while it does not run."""
         if self.server is None:
             return None
         assert isinstance(self.server._sets, ReplicaMethods)
-        return self.server._sets._owning
+        return self.server._sets._ownership
 
     @property
     def waiting(self) -> str:
@@ -169,7 +169,7 @@ class ServerProcess:
 
     @property
     def active(self) -> bool:
-        return self.owning is not None and self.owning.active
+        return self.ownership is not None and self.ownership.active
 
     @property
     def bucket(self) -> BucketService | None:

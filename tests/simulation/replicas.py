@@ -189,7 +189,7 @@ class ReplicasWorld:
                 s.host,
                 s.loop is not None,
                 s.active,
-                s.owning and (s.owning.standing, s.owning.waiting),
+                s.ownership and (s.ownership.standing, s.ownership.waiting),
             )
             for s in self.servers
         ]
@@ -227,19 +227,19 @@ class ReplicasWorld:
 
     def in_step(self, owner: ServerProcess) -> bool:
         """Whether a server is active, and all others follow it and are in step."""
-        if not owner.active or owner.owning is None:
+        if not owner.active or owner.ownership is None:
             return False
-        directory = owner.owning.standing.directory
+        directory = owner.ownership.standing.directory
         return all(
             s is owner
             or (
-                s.owning is not None
-                and s.owning.in_step
+                s.ownership is not None
+                and s.ownership.in_step
                 # The replica of a replica hears of no owner.
-                and s.owning.standing.row.owner in (directory, "")
+                and s.ownership.standing.row.owner in (directory, "")
                 and s.bucket is not None
-                and s.bucket.following is not None
-                and s.bucket.following.connected
+                and s.bucket.upstream_state is not None
+                and s.bucket.upstream_state.connected
             )
             for s in self.servers
         )
@@ -497,9 +497,9 @@ class ReplicasWorld:
 
     def _give_up_lost_disks(self, owner: ServerProcess) -> None:
         """Have an active server go on without directories that are gone for good: nobody is rolled back by that."""
-        there = {s.owning.standing.directory for s in self.servers if s.owning is not None}
-        assert owner.owning is not None
-        if not owner.owning.standing.row.counted <= there:
+        there = {s.ownership.standing.directory for s in self.servers if s.ownership is not None}
+        assert owner.ownership is not None
+        if not owner.ownership.standing.row.counted <= there:
             self.counts["given up"] += 1
             self.order(owner, force=True, takeover=False)
             self.until(lambda: not self.people.operating, 40, "answered")

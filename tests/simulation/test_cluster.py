@@ -17,7 +17,7 @@ from tests.simulation.truth import USED, Violation
 from upr.cluster import keeper
 from upr.cluster.registry import Map
 from upr.engine.partitions import ACTIVE
-from upr.replica.methods import ReplicaMethods
+from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.catalog import Catalog
 from upr.service.replica_tables import TableFeed
 from upr_client import AsyncClient, UprError
@@ -27,8 +27,8 @@ from upr_protocol.wire.v1.change_stream_service_pb2 import Tables
 
 
 def standing(server: ServerProcess) -> Standing:
-    assert server.owning is not None
-    return server.owning.standing
+    assert server.ownership is not None
+    return server.ownership.standing
 
 
 def test_a_cluster_ends_on_one_history_with_all_that_was_promised(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def world(tmp_path: Path) -> Iterator[ClusterWorld]:
 def counted(world: ClusterWorld, by: int = 0) -> set[int]:
     """Return the numbers of the servers that one of them counts."""
     known = standing(world.servers[by]).row.counted
-    running = (s for s in world.servers if s.owning is not None)
+    running = (s for s in world.servers if s.ownership is not None)
     return {s.number for s in running if standing(s).directory in known}
 
 
@@ -59,11 +59,11 @@ def active(world: ClusterWorld) -> list[int]:
     """Return the numbers of the servers that may serve."""
     found = []
     for server in world.servers:
-        if server.active and server.owning is not None and server.loop is not None:
-            agreeing = server.owning.agreeing
-            assert agreeing is not None
+        if server.active and server.ownership is not None and server.loop is not None:
+            fencing = server.ownership.fencing
+            assert fencing is not None
             now = world.elapsed / 1e6 + 1000.0
-            if agreeing.grants.may_serve(now * world.rates[server.host]):
+            if fencing.grants.may_serve(now * world.rates[server.host]):
                 found.append(server.number)
     return found
 
@@ -71,7 +71,7 @@ def active(world: ClusterWorld) -> list[int]:
 def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
     world: ClusterWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "upr.replica.agreeing")
+    caplog.set_level(logging.INFO, "upr.replica.fencing")
     first, second, third = world.servers
     epoch = standing(first).row.epoch
     # Its key is gone, and the others hear it.
@@ -107,7 +107,7 @@ def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
     world.net.heal()
     world.settle()
     world.check()
-    said = [one.message for one in caplog.records if one.name == "upr.replica.agreeing"]
+    said = [one.message for one in caplog.records if one.name == "upr.replica.fencing"]
     began_and_ended = (
         "the owner takes and answers nothing",
         "the owner's trouble is over",
@@ -144,7 +144,7 @@ def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
     world.until(lambda: stays.newest.keys() == {*USED}, 10, "followed")
     first.fails_at = "journal.before_sync"
     world.etcd.down = True
-    world.until(lambda: first.owning.holding.failure is not None, 10, "failed")  # type: ignore[union-attr]
+    world.until(lambda: first.ownership.inventory.failure is not None, 10, "failed")  # type: ignore[union-attr]
     world.pass_time(3.0)
     # While nobody can claim it stays, so that it can be read.
     assert first.active
@@ -170,8 +170,8 @@ def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
     world.until(
         lambda: all(stays.rows[p][-1].seqno >= high for p, high in highs.items()), 20, "elsewhere"
     )
-    assert first.owning is not None
-    assert not first.owning.in_step
+    assert first.ownership is not None
+    assert not first.ownership.in_step
     assert world.promoted(first) == world.promoted(first, force=True) == "STORAGE_FAILED"
     first.kill()
     first.start()
@@ -282,8 +282,8 @@ def test_an_owner_is_followed_while_nobody_has_joined_its_newest_bucket(
 
     def joins(server: ServerProcess) -> bool:
         hosts = [] if server.server is None else server.server._catalog.hosts
-        followings = [host.following for host in hosts if len(hosts) == 2]
-        return any(one is not None and one.joining is not False for one in followings)
+        upstream_states = [host.upstream_state for host in hosts if len(hosts) == 2]
+        return any(one is not None and one.joining is not False for one in upstream_states)
 
     with monkeypatch.context() as patch:
         patch.setattr(TableFeed, "_tell", held_up)

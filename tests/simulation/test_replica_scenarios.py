@@ -14,7 +14,7 @@ from tests.simulation.replicas import ReplicasWorld
 from tests.simulation.truth import KEYS, USED
 from tests.simulation.worlds import prepared
 from upr.engine.bucket import Bucket
-from upr.replica.owning import Owning
+from upr.replica.ownership import Ownership
 from upr_client import AsyncClient
 from upr_client.types import WriteResults
 from upr_protocol.ownership import Standing
@@ -48,8 +48,8 @@ def begun(tmp_path: Path) -> Iterator[Begin]:
 
 
 def standing(server: ServerProcess) -> Standing:
-    assert server.owning is not None
-    return server.owning.standing
+    assert server.ownership is not None
+    return server.ownership.standing
 
 
 def end(world: ReplicasWorld) -> None:
@@ -115,7 +115,7 @@ def test_a_promise_outlives_a_loss_of_power(begun: Begin) -> None:
     world.medium.lose_power(other.data, NothingStays())
     world.net.heal(*cuts)
     other.start()
-    world.until(lambda: other.owning is not None, 10, "started")
+    world.until(lambda: other.ownership is not None, 10, "started")
     assert standing(other).promised >= 2
     world.pass_time(10.0)
     world.net.heal()
@@ -163,14 +163,14 @@ def test_who_met_a_higher_epoch_acknowledges_nothing_while_it_stores_that(
     assert world.promoted(candidate) == ""
     world.pass_time(2.0)
     assert active.active
-    store = Owning.store
+    store = Ownership.store
 
-    async def slow(owning: Owning, change: Any) -> Any:
+    async def slow(ownership: Ownership, change: Any) -> Any:
         if running() is active.loop:
             await asyncio.sleep(2.0)
-        return await store(owning, change)
+        return await store(ownership, change)
 
-    monkeypatch.setattr(Owning, "store", slow)
+    monkeypatch.setattr(Ownership, "store", slow)
     world.net.heal(*cuts)
     world.until(lambda: not active.active, 20, "stepped down")
     assert world.truth.told_while_active
@@ -321,7 +321,7 @@ def test_a_promotion_in_the_middle_of_a_snapshot_goes_back_to_the_marker_before_
                 assert replica.died
                 replica.kill()
                 replica.start()
-                world.until(lambda: replica.owning is not None, 10, "started")  # noqa: B023
+                world.until(lambda: replica.ownership is not None, 10, "started")  # noqa: B023
                 world.pass_time(2.0)
             if not replica.active:
                 assert world.promoted(replica) == ""

@@ -17,8 +17,8 @@ from upr.engine.bucket import Bucket
 from upr.engine.partitions import Partitions
 from upr.engine.recovery import Undo
 from upr.engine.tail import Tail
-from upr.replica.owning import Owning
-from upr.replica.receiving import Receiving
+from upr.replica.ownership import Ownership
+from upr.replica.upstream_stream import UpstreamStream
 from upr.service import key_value
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS
@@ -89,7 +89,7 @@ class Truth:
         """Take down what engines do from now on."""
         self._watch_owners(patch)
         patch.setattr(Bucket, "_numbered", self._before(Bucket._numbered))
-        patch.setattr(Receiving, "_undo", self._dropping(Receiving._undo))
+        patch.setattr(UpstreamStream, "_undo", self._dropping(UpstreamStream._undo))
         write, set_log, from_rows = Tail.write, Partitions.set_log, Partitions.from_rows
         tell_raised = compaction._tell_raised
 
@@ -118,21 +118,21 @@ class Truth:
         patch.setattr(Partitions, "from_rows", staticmethod(opened))
 
     def _watch_owners(self, patch: pytest.MonkeyPatch) -> None:
-        promote, drive, serve = Owning.promote, Owning._drive, Owning._serve
+        promote, drive, serve = Ownership.promote, Ownership._drive, Ownership._serve
 
-        async def promoted(owning: Owning, **how: Any) -> Any:
-            known = owning.in_step or owning.holding.is_whole
+        async def promoted(ownership: Ownership, **how: Any) -> Any:
+            known = ownership.in_step or ownership.inventory.is_whole
             (self._out_of_step.discard if known else self._out_of_step.add)(running().place)
-            return await promote(owning, **how)
+            return await promote(ownership, **how)
 
         async def driven(
-            owning: Owning, claim: Claim, answers: Any, force: bool, takeover: bool
+            ownership: Ownership, claim: Claim, answers: Any, force: bool, takeover: bool
         ) -> Any:
             place = running().place
             (self._forcing.add if force else self._forcing.discard)(place)
-            return await drive(owning, claim, answers, force, takeover)
+            return await drive(ownership, claim, answers, force, takeover)
 
-        async def served(owning: Owning, claim: Claim, step: Any, versions: list[int]) -> Any:
+        async def served(ownership: Ownership, claim: Claim, step: Any, versions: list[int]) -> Any:
             place, places = running().place, range(len(versions))
             heard = [
                 {
@@ -146,23 +146,23 @@ class Truth:
             forced, in_step = place in self._forcing, place not in self._out_of_step
             self.changes.append(Change(claim.row.epoch, place, forced, in_step, heard))
             self._replaced.pop(running(), None)
-            return await serve(owning, claim, step, versions)
+            return await serve(ownership, claim, step, versions)
 
-        patch.setattr(Owning, "promote", promoted)
-        patch.setattr(Owning, "_drive", driven)
-        patch.setattr(Owning, "_serve", served)
+        patch.setattr(Ownership, "promote", promoted)
+        patch.setattr(Ownership, "_drive", driven)
+        patch.setattr(Ownership, "_serve", served)
         self._watch_answers(patch)
 
     def _watch_answers(self, patch: pytest.MonkeyPatch) -> None:
         """Have no process acknowledge what it numbered once it was told, as the owner, of a higher epoch."""
-        learned, result = Owning.learned, key_value._result
+        learned, result = Ownership.learned, key_value._result
 
-        async def told(owning: Owning, row: OwnerRow, epoch: int) -> None:
-            after = owning.standing.learned(row).met(epoch)
-            if owning.active and not after.owns:
+        async def told(ownership: Ownership, row: OwnerRow, epoch: int) -> None:
+            after = ownership.standing.learned(row).met(epoch)
+            if ownership.active and not after.owns:
                 self._replaced[running()] = after.epoch
                 self.told_while_active += 1
-            await learned(owning, row, epoch)
+            await learned(ownership, row, epoch)
 
         def answered(pending: Any) -> Any:
             written, replaced = pending.written, self._replaced.get(running(), 0)
@@ -174,7 +174,7 @@ class Truth:
                         running().broken = Violation(words)
             return result(pending)
 
-        patch.setattr(Owning, "learned", told)
+        patch.setattr(Ownership, "learned", told)
         patch.setattr(key_value, "_result", answered)
 
     def may_be_lost(self, partition: int, given: int, seqno: int) -> bool:
@@ -217,11 +217,11 @@ class Truth:
         return numbered
 
     def _dropping(self, find: Callable[..., Undo | None]) -> Callable[..., Undo | None]:
-        def found(receiving: Receiving, partition: int, *told: Any) -> Undo | None:
-            undo = find(receiving, partition, *told)
+        def found(stream: UpstreamStream, partition: int, *told: Any) -> Undo | None:
+            undo = find(stream, partition, *told)
             if undo is not None:
                 place = partition, running().place
-                there = undo.seqno if undo.lost else int(receiving._table.high[partition])
+                there = undo.seqno if undo.lost else int(stream._table.high[partition])
                 self.received_anew[place] = max(there, self.received_anew.get(place, 0))
             return undo
 

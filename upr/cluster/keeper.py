@@ -2,7 +2,7 @@
 
 It keeps the server's key in etcd, reads the map whenever that changes, and claims the ownership when two witnesses say that
 the owner is gone: its key in etcd, and this server, which it has asked for no grant. What happens then is a promotion like
-any other (``upr.replica.owning``). While etcd is away nothing changes, and whoever owns goes on.
+any other (``upr.replica.ownership``). While etcd is away nothing changes, and whoever owns goes on.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from upr.cluster.etcd import Etcd
 from upr.cluster.map import Buckets, MapRows
 from upr.cluster.registry import Found, Map, Place, Registry, decode_node, encode_node
 from upr.config import ServerConfig
-from upr.replica.methods import ReplicaMethods
-from upr.replica.owning import RESUME_SECONDS, Owning
+from upr.replica.ownership import RESUME_SECONDS, Ownership
+from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.catalog import DEFAULT_BUCKET, Catalog
 from upr_protocol.errors import (
     InvalidArgumentError,
@@ -86,14 +86,14 @@ class Keeper:
         """Return whether a server had its key when etcd was read last."""
         return self._found is not None and directory in self._nodes()
 
-    async def run(self, owning: Owning) -> None:
+    async def run(self, ownership: Ownership) -> None:
         """Take part until cancelled."""
         self._read_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._keep_key(owning))
+                tasks.create_task(self._keep_key(ownership))
                 tasks.create_task(self._watch())
-                tasks.create_task(self._decide(owning))
+                tasks.create_task(self._decide(ownership))
         finally:
             await self._registry.close()
 
@@ -107,36 +107,38 @@ class Keeper:
 
     # etcd
 
-    async def _keep_key(self, owning: Owning) -> None:
+    async def _keep_key(self, ownership: Ownership) -> None:
         """Keep the key that says that this server is there."""
         key = self._place.nodes + self._catalog.directory_id.encode()
         while True:
             try:
-                if not self._gave_up(owning):
+                if not self._gave_up(ownership):
                     value = encode_node(self._address(), __version__)
                     session = self._registry.session(key, value, LEASE_SECONDS)
-                    await self._until_given_up(session, owning)
+                    await self._until_given_up(session, ownership)
             except UprError as error:
                 self._tell("the session with etcd", error)
             else:
                 self._tell("the session with etcd")
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _until_given_up(self, session: Coroutine[Any, Any, None], owning: Owning) -> None:
+    async def _until_given_up(
+        self, session: Coroutine[Any, Any, None], ownership: Ownership
+    ) -> None:
         task = asyncio.create_task(session)
         try:
-            while not (task.done() or self._gave_up(owning)):
+            while not (task.done() or self._gave_up(ownership)):
                 await asyncio.wait({task}, timeout=LOOK_SECONDS)
             if task.done():
                 task.result()
         finally:
             task.cancel()
 
-    def _gave_up(self, owning: Owning) -> bool:
+    def _gave_up(self, ownership: Ownership) -> bool:
         """Return whether the map names this server, and another one is to claim: to them it is as if it were dead."""
         owner = "" if self._map is None else self._map.row.owner
-        failed = owning.holding.failure is not None and not owning.active
-        return failed and owner == owning.standing.directory
+        failed = ownership.inventory.failure is not None and not ownership.active
+        return failed and owner == ownership.standing.directory
 
     async def _watch(self) -> None:
         """Read all that is kept of the cluster whenever it changes."""
@@ -166,16 +168,16 @@ class Keeper:
 
     # Deciding
 
-    async def _decide(self, owning: Owning) -> None:
+    async def _decide(self, ownership: Ownership) -> None:
         """Do what the map asks of this server."""
         while True:
             try:
-                await self._look(owning)
+                await self._look(ownership)
             except (UprError, OSError, lmdb.Error) as error:
                 self._tell("taking part in the cluster", error)
             else:
                 # What ended a claim goes on until the next one.
-                if owning.active or not self._has_just_tried:
+                if ownership.active or not self._has_just_tried:
                     self._tell("taking part in the cluster")
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -183,26 +185,26 @@ class Keeper:
     def _has_just_tried(self) -> bool:
         return asyncio.get_running_loop().time() - self._tried_at < RESUME_SECONDS
 
-    async def _look(self, owning: Owning) -> None:
+    async def _look(self, ownership: Ownership) -> None:
         now = asyncio.get_running_loop().time()
-        if self._found is None or now - self._read_at > STALE_SECONDS or owning.claiming:
+        if self._found is None or now - self._read_at > STALE_SECONDS or ownership.claiming:
             return
         if self._map is None:
-            await self._begin(owning)
+            await self._begin(ownership)
             return
         self._check_set(self._map)
         row = self._map.row
-        owning.meeting.heard_of(
+        ownership.peers.heard_of(
             SetMember(directory=directory, address=address)
             for directory, address in self._nodes().items()
         )
         if row.serving:
-            await owning.learned(row, row.epoch)
-        if not self._catalog.replica_set and row.owner == owning.standing.directory:
+            await ownership.learned(row, row.epoch)
+        if not self._catalog.replica_set and row.owner == ownership.standing.directory:
             # It was killed while it made the map.
             self._catalog.join(self._map.replica_set)
-        await self._act(owning, row, now)
-        if owning.active:
+        await self._act(ownership, row, now)
+        if ownership.active:
             await self._keep_buckets(self._map, now)
         else:
             self.buckets.tell(None)
@@ -229,22 +231,22 @@ class Keeper:
             self._matched_at = now
             await self.buckets.match()
 
-    async def _act(self, owning: Owning, row: Row, now: float) -> None:
+    async def _act(self, ownership: Ownership, row: Row, now: float) -> None:
         """Claim the ownership, or have it back, if it is this server's turn."""
-        if self._has_just_tried or owning.claiming:
+        if self._has_just_tried or ownership.claiming:
             return
-        if owning.active:
-            if owning.holding.failure is not None:
-                await self._give_up(owning)
+        if ownership.active:
+            if ownership.inventory.failure is not None:
+                await self._give_up(ownership)
                 return
             # Who claimed died before it served, and counted servers wait for it.
-            is_due = row.epoch > owning.standing.row.epoch and row.owner not in self._nodes()
+            is_due = row.epoch > ownership.standing.row.epoch and row.owner not in self._nodes()
             if is_due and not row.serving:
                 self._tried_at = now
-                await owning.step_down(fenced=False)
-                await owning.promote()
-        elif self._may_claim(owning, row, now):
-            if owning.drained:
+                await ownership.step_down(fenced=False)
+                await ownership.promote()
+        elif self._may_claim(ownership, row, now):
+            if ownership.drained:
                 raise UprError(
                     "the owner is gone, and this server is drained",
                     reason="DRAINED",
@@ -255,15 +257,15 @@ class Keeper:
             if known is not None and known.row == row:
                 self._tried_at = now
                 if row != self._claimed:
-                    who = owning.meeting.named(row.owner)
+                    who = ownership.peers.named(row.owner)
                     log.warning("this server claims: the owner is gone", extra={"owner": who})
                 self._claimed = row
-                await owning.promote()
+                await ownership.promote()
         elif self._catalog.replica_set:
-            there = {owning.standing.directory, *self._nodes()}
+            there = {ownership.standing.directory, *self._nodes()}
             if there.isdisjoint(row.counted | {row.owner}):
                 # Nobody is there who would claim.
-                raise owning.meeting.not_heard(row.counted)
+                raise ownership.peers.not_heard(row.counted)
 
     def _nodes(self) -> dict[str, str]:
         """Return HOST:PORT of the servers that have a key, by directory."""
@@ -275,47 +277,50 @@ class Keeper:
             if key.startswith(prefix)
         }
 
-    async def _give_up(self, owning: Owning) -> None:
+    async def _give_up(self, ownership: Ownership) -> None:
         """Own no more where what is written cannot be stored, if another server is there that claims then."""
         # What was read may be old by now, and without etcd nobody claims.
         self._found, _ = await self.rows.found()
-        there = owning.standing.row.counted & self._nodes().keys() - {owning.standing.directory}
-        meeting = owning.meeting
-        met = [meeting.met[one] for one in there if meeting.met_lately({one})]
-        if owning.active and any(one.in_step and not one.drained for one in met):
+        there = ownership.standing.row.counted & self._nodes().keys() - {
+            ownership.standing.directory
+        }
+        peers = ownership.peers
+        met = [peers.met[one] for one in there if peers.met_lately({one})]
+        if ownership.active and any(one.in_step and not one.drained for one in met):
             log.warning(
-                "this server gives the ownership up", extra={"error": str(owning.holding.failure)}
+                "this server gives the ownership up",
+                extra={"error": str(ownership.inventory.failure)},
             )
-            await owning.step_down(fenced=True)
+            await ownership.step_down(fenced=True)
 
-    def _may_claim(self, owning: Owning, row: Row, now: float) -> bool:
+    def _may_claim(self, ownership: Ownership, row: Row, now: float) -> bool:
         """Return whether this server is to claim: the owner is gone, for both witnesses, and others had their turn."""
-        own = owning.standing.directory
+        own = ownership.standing.directory
         if row.owner == own:
             # A claim of its own failed; an owner that restarts resumes by itself.
             return not row.serving
-        agreeing = owning.agreeing
-        if own not in row.counted or agreeing is None or owning.holding.failure is not None:
+        fencing = ownership.fencing
+        if own not in row.counted or fencing is None or ownership.inventory.failure is not None:
             return False
-        if row.owner in self._nodes() or agreeing.unasked_seconds < GRANT_SECONDS:
+        if row.owner in self._nodes() or fencing.unasked_seconds < GRANT_SECONDS:
             self._gone_at = now
         # From the second witness on: often that is the key, which is gone for all at the same moment.
         turn = sorted(row.counted - {row.owner}).index(own)
-        if not owning.in_step:
+        if not ownership.in_step:
             # Others have more, and the tables of it.
             turn += len(row.counted)
         return now - self._gone_at > turn * TURN_SECONDS
 
-    async def _begin(self, owning: Owning) -> None:
+    async def _begin(self, ownership: Ownership) -> None:
         """Make the map, where there is none: of the row of who serves, or of a server that was alone until now.
 
         One that is new waits: the map of a set that is there may be lost, and a new one would keep that out for ever.
         """
-        standing = owning.standing
-        if owning.active:
-            await self._make(owning, standing.row)
-        elif not standing.epoch and owning.holding.served():
-            await self._make(owning, first_row(standing.directory))
+        standing = ownership.standing
+        if ownership.active:
+            await self._make(ownership, standing.row)
+        elif not standing.epoch and ownership.inventory.served():
+            await self._make(ownership, first_row(standing.directory))
         else:
             new = "" if self._catalog.replica_set else ", and this server is new"
             raise UprError(
@@ -325,7 +330,7 @@ class Keeper:
                 " server does; one whose active server is lost takes 'upr-admin promote --force'",
             )
 
-    async def begin(self, owning: Owning, *, force: bool) -> None:
+    async def begin(self, ownership: Ownership, *, force: bool) -> None:
         """Make the map, where there is none, of a server that is to be active.
 
         Args:
@@ -334,24 +339,24 @@ class Keeper:
         Raises:
             UprError: WRONG_REPLICA_SET, there is one of another set, which no order may claim.
         """
-        if owning.active:
+        if ownership.active:
             return
         _, known = await self.rows.found()
         if known is not None:
             self._check_set(known)
             return
-        standing = owning.standing
+        standing = ownership.standing
         if force or not standing.epoch:
             row = standing.row if standing.row.epoch else first_row(standing.directory)
-            await self._make(owning, row)
+            await self._make(ownership, row)
 
-    async def _make(self, owning: Owning, row: Row) -> None:
+    async def _make(self, ownership: Ownership, row: Row) -> None:
         first = Map(self._catalog.replica_set or secrets.token_hex(8), row)
         if await self.rows.begin(first):
             log.warning("the map of the cluster was made", extra={"set": first.replica_set})
             if not self._catalog.replica_set:
                 self._catalog.join(first.replica_set)
-            await owning.store(lambda standing: standing.learned(row))
+            await ownership.store(lambda standing: standing.learned(row))
 
 
 def check_cluster(config: ServerConfig) -> Place:

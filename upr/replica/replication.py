@@ -1,7 +1,7 @@
 """Replication: a server keeps the buckets of an upstream, and receives what is written there.
 
 The upstream is asked for its buckets every LIST_SECONDS; a bucket is made here with the version that it has there, and
-dropped when it is there no more. Each bucket has a Follow call of its own (``receiving``), which is opened again, after a
+dropped when it is there no more. Each bucket has a Follow call of its own (``upstream_stream``), which is opened again, after a
 pause, whenever it ends. An upstream that cannot be reached is left for the next address.
 
 A directory joins the set of servers of its first upstream, for good. The upstream of another set is refused: what it does
@@ -20,7 +20,7 @@ import lmdb
 
 from upr.engine.recovery import Undo
 from upr.replica.links import Links
-from upr.replica.receiving import Receiving, UndoNeededError
+from upr.replica.upstream_stream import UndoNeededError, UpstreamStream
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.storage_trouble import words_of
@@ -125,8 +125,8 @@ class Replication:
     def _failed(self, upstream: str, error: UprError) -> None:
         """Say why an upstream cannot be followed: in the status, and once in the log."""
         for host in self._catalog.hosts:
-            if host.following is not None:
-                host.following.address, host.following.problem = upstream, error
+            if host.upstream_state is not None:
+                host.upstream_state.address, host.upstream_state.problem = upstream, error
         if str(error) != self._told:
             self._told = str(error)
             log.warning(
@@ -274,9 +274,9 @@ class Replication:
             trouble.tries, trouble.told = 0, ""
 
         while True:
-            following = host.following
-            assert following is not None
-            following.address = upstream
+            upstream_state = host.upstream_state
+            assert upstream_state is not None
+            upstream_state.address = upstream
             introduction = wire.Open(
                 kind=wire.FOLLOW_KIND_ANONYMOUS_REPLICA
                 if self._anonymous
@@ -286,9 +286,9 @@ class Replication:
                 address=self._address(),
             )
             try:
-                receiving = Receiving(host, streams, introduction, only, followed)
+                stream = UpstreamStream(host, streams, introduction, only, followed)
                 try:
-                    await receiving.run()
+                    await stream.run()
                 except UndoNeededError as needed:
                     host = await self._undo(host, needed.undo, is_news=trouble.told != _STORAGE)
                     continue
@@ -299,7 +299,7 @@ class Replication:
                 problem = error
             except (OSError, lmdb.Error) as error:
                 problem = StorageFailedError(words_of(error), retriable=True)
-            following.problem = problem
+            upstream_state.problem = problem
             if trouble.told != problem.reason:
                 trouble.told = problem.reason
                 log.info(

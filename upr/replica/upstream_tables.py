@@ -12,7 +12,7 @@ import numpy as np
 
 from upr.engine.bucket import Bucket
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.following import Following
+from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.conversation import REPLICAS_NAME
 from upr.storage.keyspace import (
     PRODUCER,
@@ -41,30 +41,30 @@ async def take_tables(
         ProtocolError, InvalidArgumentError: a value is out of range.
         OSError, lmdb.Error: it cannot be stored.
     """
-    following = host.following
-    assert following is not None
+    upstream_state = host.upstream_state
+    assert upstream_state is not None
     merge = only is not None
     limit = np.full(PARTITIONS, np.iinfo(np.uint64).max, np.uint64)
     if only is not None:
         limit[:] = host.bucket.partitions.high
         limit[list(only)] = np.maximum(limit[list(only)], list(only.values()))
     if tables.begins:
-        following.begin_tables()
+        upstream_state.begin_tables()
         # The stored blocks behind this come without the numbers of their producers.
-        await following.set_joining(True)
+        await upstream_state.set_joining(True)
     if tables.producers:
         numbers = [_numbers(one) for one in tables.producers]
-        await _take_producers(host, following, numbers, limit)
+        await _take_producers(host, upstream_state, numbers, limit)
     if tables.consumers:
-        await _take_consumers(host, following, tables, limit, merge)
+        await _take_consumers(host, upstream_state, tables, limit, merge)
     if tables.HasField("cuts"):
         await _take_cuts(host, tables.cuts, merge)
     if tables.complete:
         if not merge:
-            await _drop_untold(host, following)
-        following.tables, following.rows = True, {}
+            await _drop_untold(host, upstream_state)
+        upstream_state.tables, upstream_state.rows = True, {}
         host.disk.changed()
-    following.told = max(following.told, tables.changes)
+    upstream_state.told = max(upstream_state.told, tables.changes)
 
 
 def _numbers(told: wire.ProducerRows) -> tuple[bytes, ProducerNumbers]:
@@ -81,7 +81,7 @@ def _numbers(told: wire.ProducerRows) -> tuple[bytes, ProducerNumbers]:
 
 async def _take_producers(
     host: BucketService,
-    following: Following,
+    upstream_state: UpstreamState,
     told: list[tuple[bytes, ProducerNumbers]],
     limit: U64,
 ) -> None:
@@ -91,7 +91,7 @@ async def _take_producers(
     await host.disk.in_store_thread(lambda: store.put_producers(rows, bucket.counts))
     for _, numbers in rows:
         table = numbers.table[numbers.table["partition"] < PARTITIONS]
-        np.maximum.at(following.needed, table["partition"], table["end_seqno"])
+        np.maximum.at(upstream_state.needed, table["partition"], table["end_seqno"])
     bucket.loaded_numbers(
         {name: int(numbers.table["number"].max()) for name, numbers in rows if len(numbers.table)}
     )
@@ -109,19 +109,19 @@ def _standing(
     return table[keep]
 
 
-async def _drop_untold(host: BucketService, following: Following) -> None:
+async def _drop_untold(host: BucketService, upstream_state: UpstreamState) -> None:
     """Remove the rows of consumers that the upstream has no more; those of replicas that follow here stay."""
     nowhere = np.zeros(PARTITIONS, bool)
     rows: dict[str, dict[int, ConsumerRow | None]] = {}
     for name, consumer in host.bucket.consumer_positions:
-        gone = np.flatnonzero(consumer.known & ~following.rows.get(name, nowhere)).tolist()
+        gone = np.flatnonzero(consumer.known & ~upstream_state.rows.get(name, nowhere)).tolist()
         if gone and not name.startswith(REPLICAS_NAME):
             rows[name] = dict.fromkeys(gone)
     await _store_consumers(host, rows)
 
 
 async def _take_consumers(
-    host: BucketService, following: Following, tables: wire.Tables, limit: U64, merge: bool
+    host: BucketService, upstream_state: UpstreamState, tables: wire.Tables, limit: U64, merge: bool
 ) -> None:
     by_name: dict[str, dict[int, ConsumerRow | None]] = {}
     for one in tables.consumers:
@@ -136,12 +136,12 @@ async def _take_consumers(
     await _store_consumers(host, by_name)
     newest_id = host.bucket.partitions.newest_id
     for name, rows in by_name.items():
-        if not following.tables:
-            following.rows.setdefault(name, np.zeros(PARTITIONS, bool))[list(rows)] = True
+        if not upstream_state.tables:
+            upstream_state.rows.setdefault(name, np.zeros(PARTITIONS, bool))[list(rows)] = True
         for partition, row in rows.items():
             if row is not None and row.failover_id == newest_id[partition]:
-                needed = max(int(following.needed[partition]), row.seqno)
-                following.needed[partition] = needed
+                needed = max(int(upstream_state.needed[partition]), row.seqno)
+                upstream_state.needed[partition] = needed
 
 
 async def _newer(

@@ -18,7 +18,7 @@ from upr.engine.streams import POSITIONS_RESET
 from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.buckets.following import Following
+from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.calls import answering, chosen_partitions, loop_micros
 from upr.service.clock import Clock
 from upr.service.follow import beginnings
@@ -268,18 +268,18 @@ def replicas_of(bucket: Bucket) -> list[admin.ReplicaStatus]:
     return sorted(found, key=lambda one: (one.address, one.directory))
 
 
-def _upstream(following: Following | None) -> admin.UpstreamStatus | None:
-    if following is None:
+def _upstream(upstream_state: UpstreamState | None) -> admin.UpstreamStatus | None:
+    if upstream_state is None:
         return None
-    problem = following.problem
+    problem = upstream_state.problem
     return admin.UpstreamStatus(
-        address=following.address,
-        connected=following.connected,
-        in_step=following.connected and following.in_step,
-        lag=following.lag(),
-        lag_seconds=following.lag_seconds(),
+        address=upstream_state.address,
+        connected=upstream_state.connected,
+        in_step=upstream_state.connected and upstream_state.in_step,
+        lag=upstream_state.lag(),
+        lag_seconds=upstream_state.lag_seconds(),
         problem=problem_of(problem) if problem is not None else None,
-        undone=following.undone,
+        undone=upstream_state.undone,
     )
 
 
@@ -298,7 +298,7 @@ def _bucket_status(host: BucketService) -> admin.BucketStatus:
         quota_bytes=host.disk.quota.limit,
         damaged_partitions=len(bucket.partitions.problems),
         problem=problem_of(problem) if problem is not None else None,
-        upstream=_upstream(host.following),
+        upstream=_upstream(host.upstream_state),
         replicas=replicas_of(bucket),
     )
 

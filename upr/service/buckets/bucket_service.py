@@ -32,7 +32,6 @@ from upr.service import storage_trouble
 from upr.service.buckets.compactor import Compactor
 from upr.service.buckets.disk import Disk
 from upr.service.buckets.flusher import Flusher
-from upr.service.buckets.following import Following
 from upr.service.buckets.keepers import (
     ConsumerSaver,
     CutKeeper,
@@ -42,6 +41,7 @@ from upr.service.buckets.keepers import (
 )
 from upr.service.buckets.room import ROOM_AGAIN_BYTES, DiskRoom, WaitingRoom, check_map
 from upr.service.buckets.serving import Serving, not_active
+from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.clock import Clock
 from upr.service.storage_trouble import words_of
 from upr.storage.journal import Commit, NumberedWrite
@@ -136,7 +136,7 @@ class BucketService:
         self.users: set[Callable[[BucketGoneError], None]] = set()
         """Open calls, each called once when the bucket is dropped."""
         self._on_failure: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self._telling: set[asyncio.Task[None]] = set()
+        self._set_status: set[asyncio.Task[None]] = set()
         self.disk = Disk(folder, clock or Clock(), room or DiskRoom(folder), self._tell, self.fail)
         try:
             self._open(config)
@@ -150,7 +150,7 @@ class BucketService:
         self.undone = 0
         self.bucket = bucket = self._recover(disk.identity)
         self.serving = Serving(bucket, disk)
-        self.following = self._new_following() if self._replica else None
+        self.upstream_state = self._new_upstream_state() if self._replica else None
         positions = bucket.consumer_positions
         positions.load(disk.store.consumers())
         # Above the clock as well, because not every used generation was stored.
@@ -174,8 +174,8 @@ class BucketService:
         self._clearing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    def _new_following(self) -> Following:
-        return Following(self.bucket, self.disk, self.undone)
+    def _new_upstream_state(self) -> UpstreamState:
+        return UpstreamState(self.bucket, self.disk, self.undone)
 
     def _recover(self, identity: Identity) -> Bucket:
         proof = self.disk.store.proof(may_be_moved=self._config.data_moved)
@@ -292,8 +292,8 @@ class BucketService:
         """Report a change of ``problem`` to the health service."""
         if self._on_failure is not None:
             task = asyncio.create_task(self._on_failure())
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            self._set_status.add(task)
+            task.add_done_callback(self._set_status.discard)
 
     # Writing
 
@@ -421,9 +421,9 @@ class BucketService:
         table.served_epoch[list(logs)] = epoch
         table.state[list(logs)] = ACTIVE
         bucket.begin_term()
-        if self.following is not None:
-            self.following.release()
-        self._replica, self._fenced, self.following = False, False, None
+        if self.upstream_state is not None:
+            self.upstream_state.release()
+        self._replica, self._fenced, self.upstream_state = False, False, None
         # Gets that wait for a write hear that it was undone.
         self.disk.changed()
 
@@ -458,7 +458,7 @@ class BucketService:
         self.bucket.begin_term()
         self._fenced |= fenced
         self._replica = True
-        self.following = self.following or self._new_following()
+        self.upstream_state = self.upstream_state or self._new_upstream_state()
         self.disk.changed()
         for follower in list(self.bucket.followers):
             if not follower.options.any_server:
@@ -482,8 +482,8 @@ class BucketService:
         Raises:
             OSError, lmdb.Error: the end of a join cannot be stored.
         """
-        if self.following is not None:
-            await self.following.end_join()
+        if self.upstream_state is not None:
+            await self.upstream_state.end_join()
         await self.acknowledged.finish()
         # On a full disk acknowledgements are lost, which only makes purging more careful.
         with contextlib.suppress(OSError, lmdb.Error):

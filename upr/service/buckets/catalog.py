@@ -621,7 +621,7 @@ class Catalog:
     async def _reopen(
         self, name: str, host: BucketService, undo: Mapping[int, Undo]
     ) -> BucketService:
-        folder, undone = host.folder, host.following.undone if host.following else 0
+        folder, undone = host.folder, host.upstream_state.undone if host.upstream_state else 0
         failure: Exception | None = None
         try:
             await host.discard()
@@ -635,8 +635,8 @@ class Catalog:
             raise damaged.problem from error
         finally:
             del self._reopening[name], self._creating[name]
-        if host.following is not None:
-            host.following.undone += undone
+        if host.upstream_state is not None:
+            host.upstream_state.undone += undone
         self._add(host)
         self._start(host)
         await self._tell_health()

@@ -221,7 +221,7 @@ class _View:
 def _numbers(host: BucketService) -> Document:
     bucket, traffic, clock = host.bucket, host.disk.traffic, host.disk.clock
     problems = sorted(bucket.partitions.problems.items())
-    following = host.following
+    upstream_state = host.upstream_state
     return {
         "at": time.monotonic(),
         "name": bucket.identity.name,
@@ -242,14 +242,14 @@ def _numbers(host: BucketService) -> Document:
             {"name": cut.name, "expires_seconds": max(cut.expires - clock.now(), 0) / 1e6}
             for cut in bucket.cuts.live(clock.now())
         ],
-        "upstream": following
+        "upstream": upstream_state
         and {
-            "address": following.address,
-            "connected": following.connected,
-            "in_step": following.connected and following.in_step,
-            "lag_seconds": following.lag_seconds(),
-            "undone": following.undone,
-            "problem": _problem(following.problem),
+            "address": upstream_state.address,
+            "connected": upstream_state.connected,
+            "in_step": upstream_state.connected and upstream_state.in_step,
+            "lag_seconds": upstream_state.lag_seconds(),
+            "undone": upstream_state.undone,
+            "problem": _problem(upstream_state.problem),
         },
     }
 
@@ -262,10 +262,10 @@ def _files(host: BucketService) -> Document:
 
 def _columns(host: BucketService) -> Document:
     """Return what is said of each partition, in lists of 1024."""
-    table, following = host.bucket.partitions, host.following
+    table, upstream_state = host.bucket.partitions, host.upstream_state
     behind = None
-    if following is not None:
-        behind = (np.maximum(following.highs, table.durable) - table.durable).tolist()
+    if upstream_state is not None:
+        behind = (np.maximum(upstream_state.highs, table.durable) - table.durable).tolist()
     return {
         "state": table.state.tolist(),
         "damaged": sorted(table.problems),

@@ -363,25 +363,29 @@ class Metrics:
             page.gauge("upr_disk_free_bytes", words, free_bytes(host.folder), bucket=name)
         words = "Part of it above the reserve; without any, writes are refused."
         page.gauge("upr_disk_room_bytes", words, host.disk.room.above_reserve(), bucket=name)
-        following = host.following
-        if following is not None:
+        upstream_state = host.upstream_state
+        if upstream_state is not None:
             for title, words, number in (
-                ("upr_replica_connected", "Whether the upstream is followed.", following.connected),
+                (
+                    "upr_replica_connected",
+                    "Whether the upstream is followed.",
+                    upstream_state.connected,
+                ),
                 (
                     "upr_replica_in_step",
                     "Whether it is followed, and everything that it named is durable here.",
-                    following.connected and following.in_step,
+                    upstream_state.connected and upstream_state.in_step,
                 ),
-                ("upr_replica_lag_rows", "Mutations that are missing here.", following.lag()),
+                ("upr_replica_lag_rows", "Mutations that are missing here.", upstream_state.lag()),
                 (
                     "upr_replica_lag_seconds",
                     "Time since none was missing.",
-                    following.lag_seconds(),
+                    upstream_state.lag_seconds(),
                 ),
             ):
                 page.gauge(title, words, number, bucket=name)
             words = "Mutations that were undone."
-            page.counter("upr_replica_undone_rows", words, following.undone, bucket=name)
+            page.counter("upr_replica_undone_rows", words, upstream_state.undone, bucket=name)
 
 
 def _add_followers(page: _Page, host: BucketService) -> Iterator[None]:

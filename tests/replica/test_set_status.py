@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from upr.cli import admin as commands
 from upr.cli.admin_commands import topology
-from upr.replica.telling import COPIES, COUNTED, PATIENCE_SECONDS, Telling
+from upr.replica.set_status import COPIES, COUNTED, PATIENCE_SECONDS, SetStatus
 from upr_client.admin import Promotion
 from upr_protocol.errors import TooFewReplicasError
 from upr_protocol.ownership import Row, Standing
@@ -28,29 +28,29 @@ class Part:
         caplog.set_level(logging.INFO)
         self.short: TooFewReplicasError | None = SHORT
         copies = SimpleNamespace(shortage=lambda count: self.short if count == 2 else None)
-        host = SimpleNamespace(bucket=SimpleNamespace(copies=copies), following=None)
+        host = SimpleNamespace(bucket=SimpleNamespace(copies=copies), upstream_state=None)
         catalog: Any = SimpleNamespace(hosts=[host], may_serve=lambda: True)
         cluster: Any = SimpleNamespace(
             trouble=None, bucket_trouble=None, name="prod", silent_seconds=0.0
         )
-        agreeing = SimpleNamespace(trouble="", serving_seconds=1.0)
-        owning: Any = SimpleNamespace(active=True, claiming=False, agreeing=agreeing)
-        self.owning = owning
+        fencing = SimpleNamespace(trouble="", serving_seconds=1.0)
+        ownership: Any = SimpleNamespace(active=True, claiming=False, fencing=fencing)
+        self.ownership = ownership
         self.knows(A, A)
-        self.telling = Telling(owning, catalog, cluster, 2)
+        self.set_status = SetStatus(ownership, catalog, cluster, 2)
 
     def knows(self, owner: str, *counted: str) -> None:
-        self.owning.standing = Standing(A, Row(4, 2, owner, bool(owner), frozenset(counted)))
+        self.ownership.standing = Standing(A, Row(4, 2, owner, bool(owner), frozenset(counted)))
 
     def look(self, now: float) -> list[tuple[str, str]]:
         """Look at a time, and return what was logged."""
         self._caplog.clear()
-        self.telling._look(now)
+        self.set_status._look(now)
         return [(one.message, one.trouble) for one in self._caplog.records]  # type: ignore[attr-defined]
 
     @property
     def wrong(self) -> set[str]:
-        return {what for what, error in self.telling.troubles.items() if error is not None}
+        return {what for what, error in self.set_status.troubles.items() if error is not None}
 
 
 def test_what_lasts_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,11 +66,11 @@ def test_what_lasts_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixt
     assert part.look(12.0 + PATIENCE_SECONDS) == [("set trouble", COUNTED)]
     assert part.look(90.0) == []
     assert part.wrong == {COPIES, COUNTED}
-    assert part.telling.troubles[COPIES] is SHORT
+    assert part.set_status.troubles[COPIES] is SHORT
     part.short = None
     assert part.look(91.0) == [("set trouble is over", COPIES)]
     # An owner no more: it is no trouble of this server.
-    part.owning.active = False
+    part.ownership.active = False
     assert part.look(92.0) == [("set trouble is over", COUNTED)]
     assert part.look(99.0) == []
     assert part.wrong == set()
@@ -80,16 +80,16 @@ def test_changes_of_owner_are_counted_and_the_first_is_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     part = Part(caplog)
-    part.telling._owner = ""
+    part.set_status._owner = ""
     seen = []
 
     async def told() -> tuple[int, str]:
-        one = part.telling.part
+        one = part.set_status.part
         return one.owner_changes, one.state
 
     for owner in (A, A, B, C, C):
         part.knows(owner, B)
-        part.owning.active = owner == A
+        part.ownership.active = owner == A
         part.look(0.0)
         seen.append(asyncio.run(told()))
     assert seen == [(0, "owner")] * 2 + [(1, "waiting"), (2, "waiting"), (2, "waiting")]

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tests.simulation import worlds
-from tests.simulation.owning import World
+from tests.simulation.ownership import World
 
 STEPS = 900
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from upr.config import ServerConfig
-from upr.replica.holding import Promoted
-from upr.replica.meeting import held_to_messages, row_of_message, row_to_message
-from upr.replica.owning import Owning
-from upr.replica.telling import Cluster, Telling
+from upr.replica.inventory import Promoted
+from upr.replica.ownership import Ownership
+from upr.replica.peers import held_to_messages, row_of_message, row_to_message
+from upr.replica.set_status import Cluster, SetStatus
 from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.keepers import finish_even_if_cancelled
@@ -50,44 +50,46 @@ class ReplicaMethods:
     ) -> None:
         self._catalog = catalog
         self._cluster = cluster
-        self._owning = Owning(catalog, config, address, None if cluster is None else cluster.rows)
-        self._telling = Telling(self._owning, catalog, cluster, config.min_copies)
+        self._ownership = Ownership(
+            catalog, config, address, None if cluster is None else cluster.rows
+        )
+        self._set_status = SetStatus(self._ownership, catalog, cluster, config.min_copies)
 
     async def run(self) -> None:
         """Meet, follow and serve until cancelled."""
-        owning = self._owning
+        ownership = self._ownership
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(owning.run())
-                tasks.create_task(self._telling.run())
-                if self._cluster is not None and owning.agreeing is not None:
-                    tasks.create_task(owning.agreeing.run())
-                    tasks.create_task(self._cluster.run(owning))
+                tasks.create_task(ownership.run())
+                tasks.create_task(self._set_status.run())
+                if self._cluster is not None and ownership.fencing is not None:
+                    tasks.create_task(ownership.fencing.run())
+                    tasks.create_task(self._cluster.run(ownership))
         finally:
-            await owning.meeting.close()
+            await ownership.peers.close()
 
     @property
     def serves(self) -> bool:
         """Whether this server is active, or a replica that is in step."""
-        owning, own = self._owning, self._owning.standing.directory
-        if owning.active:
+        ownership, own = self._ownership, self._ownership.standing.directory
+        if ownership.active:
             return self._catalog.may_serve()
-        return owning.in_step and owning.standing.row.owner != own
+        return ownership.in_step and ownership.standing.row.owner != own
 
     @property
     def part(self) -> SetPart:
         """Its part in its set."""
-        return self._telling.part
+        return self._set_status.part
 
     @property
     def waiting(self) -> str:
         """What it waits for, in words; empty when for nothing."""
-        return self._owning.waiting or self._telling.waiting
+        return self._ownership.waiting or self._set_status.waiting
 
     @property
     def troubles(self) -> Mapping[str, UprError | None]:
         """What is wrong with that part, by kind; None where nothing is."""
-        return self._telling.troubles
+        return self._set_status.troubles
 
     def _check_set(self, replica_set: str) -> None:
         own = self._catalog.replica_set
@@ -113,15 +115,15 @@ class ReplicaMethods:
         Args:
             told_why: whether what it waits for is told; the words may name any bucket.
         """
-        owning, meeting = self._owning, self._owning.meeting
-        standing = owning.standing
+        ownership, peers = self._ownership, self._ownership.peers
+        standing = ownership.standing
         return wire.GetTopologyResponse(
             replica_set=self._catalog.replica_set,
             directory=standing.directory,
-            active=owning.active,
+            active=ownership.active,
             row=row_to_message(standing.row),
             promised=standing.promised,
-            members=[self._status(member) for member in meeting.members],
+            members=[self._status(member) for member in peers.members],
             waiting=self.waiting if told_why else self.waiting and _UNTOLD,
             candidate=standing.candidate,
             claiming=self._is_claiming(standing.candidate),
@@ -130,34 +132,36 @@ class ReplicaMethods:
 
     def _is_claiming(self, directory: str) -> bool:
         """Return whether a server was about to become the active one when it was last met."""
-        owning, met = self._owning, self._owning.meeting.met.get(directory)
-        if directory == owning.standing.directory:
-            return owning.claiming
+        ownership, met = self._ownership, self._ownership.peers.met.get(directory)
+        if directory == ownership.standing.directory:
+            return ownership.claiming
         return met is not None and met.claiming
 
     def _status(self, member: wire.SetMember) -> wire.MemberStatus:
-        owning, cluster, agreeing = self._owning, self._cluster, self._owning.agreeing
+        ownership, cluster, fencing = self._ownership, self._cluster, self._ownership.fencing
         told = wire.MemberStatus(member=member, claiming=self._is_claiming(member.directory))
-        if cluster is not None and agreeing is not None:
+        if cluster is not None and fencing is not None:
             told.has_key = cluster.has_key(member.directory)
-            if owning.active and member.directory in owning.standing.row.counted:
-                told.grant_seconds = agreeing.granted_seconds(member.directory)
-        if member.directory == owning.standing.directory:
-            lag = sum(h.following.lag() for h in self._catalog.hosts if h.following is not None)
-            told.reached, told.in_step = True, owning.in_step
-            told.lag, told.epoch = 0 if owning.active else lag, owning.standing.epoch
-            told.drained = owning.drained
+            if ownership.active and member.directory in ownership.standing.row.counted:
+                told.grant_seconds = fencing.granted_seconds(member.directory)
+        if member.directory == ownership.standing.directory:
+            lag = sum(
+                h.upstream_state.lag() for h in self._catalog.hosts if h.upstream_state is not None
+            )
+            told.reached, told.in_step = True, ownership.in_step
+            told.lag, told.epoch = 0 if ownership.active else lag, ownership.standing.epoch
+            told.drained = ownership.drained
             return told
-        met = owning.meeting.met.get(member.directory)
+        met = ownership.peers.met.get(member.directory)
         if met is None:
             return told
         lag = 0
-        for version, mine in owning.holding.now().items():
+        for version, mine in ownership.inventory.now().items():
             if version in met.held:
                 theirs = np.minimum(met.held[version]["high"], mine["high"])
                 lag += int((mine["high"] - theirs).sum())
         told.reached, told.in_step, told.epoch = True, met.in_step, met.epoch
-        told.lag = lag if owning.active else 0
+        told.lag = lag if ownership.active else 0
         told.drained = met.drained
         return told
 
@@ -165,7 +169,7 @@ class ReplicaMethods:
     async def Promote(self, request: wire.PromoteRequest, context: Context) -> wire.PromoteResponse:
         """Make this server the active one."""
         end = await _whole(self._promoted(force=request.force, takeover=request.takeover))
-        addresses = self._owning.meeting.addresses
+        addresses = self._ownership.peers.addresses
         return wire.PromoteResponse(
             row=row_to_message(end.row),
             records=end.records,
@@ -181,35 +185,35 @@ class ReplicaMethods:
         )
 
     async def _promoted(self, *, force: bool, takeover: bool) -> Promoted:
-        if self._owning.drained and not force:
+        if self._ownership.drained and not force:
             raise UprError(
                 "this server is drained, so it does not become active",
                 reason="DRAINED",
                 hint="'upr-admin drain --undo' ends that, and so does a restart",
             )
-        self._owning.drained = False
+        self._ownership.drained = False
         if self._cluster is not None and not takeover:
-            await self._cluster.begin(self._owning, force=force)
-        return await self._owning.promote(force=force, takeover=takeover)
+            await self._cluster.begin(self._ownership, force=force)
+        return await self._ownership.promote(force=force, takeover=takeover)
 
     @answering
     async def Drain(self, request: wire.DrainRequest, context: Context) -> wire.DrainResponse:
         """Become active no more, or perhaps again; return who is to be instead."""
-        owning, successor = self._owning, None
+        ownership, successor = self._ownership, None
         if not request.undo:
             self._check_not_waiting()
-            successor = self._successor() if owning.active else None
-        if owning.drained is request.undo:
-            owning.drained = not request.undo
+            successor = self._successor() if ownership.active else None
+        if ownership.drained is request.undo:
+            ownership.drained = not request.undo
             log.warning("drain", extra={"undo": request.undo})
         return wire.DrainResponse(successor=successor)
 
     def _successor(self) -> wire.SetMember:
         """Return the counted server that is in step and lacks least."""
-        counted = self._owning.standing.row.counted
+        counted = self._ownership.standing.row.counted
         found = [
             one
-            for one in map(self._status, self._owning.meeting.members)
+            for one in map(self._status, self._ownership.peers.members)
             if one.member.directory in counted and one.in_step and not one.drained
         ]
         others = [one for one in found if one.member.directory != self._catalog.directory_id]
@@ -224,9 +228,9 @@ class ReplicaMethods:
 
     def _check_not_waiting(self) -> None:
         """Raise while this server owns and waits for the others before it serves."""
-        if not self._owning.active and self._owning.standing.owns:
+        if not self._ownership.active and self._ownership.standing.owns:
             raise UprError(
-                f"this server is not active yet: {self._owning.waiting or 'it asks the others'}",
+                f"this server is not active yet: {self._ownership.waiting or 'it asks the others'}",
                 reason="NOT_HEARD",
                 hint="'upr-admin promote --force' here goes on without counted servers that will not come back",
                 retriable=True,
@@ -236,47 +240,47 @@ class ReplicaMethods:
     async def ForgetServer(
         self, request: wire.ForgetServerRequest, context: Context
     ) -> wire.ForgetServerResponse:
-        """Count a server no more, and forget it; see ``Counting.forget``."""
+        """Count a server no more, and forget it; see ``CountedReplicas.forget``."""
         self._check_not_waiting()
         self._catalog.check_active()
-        member = self._owning.meeting.find(request.server)
-        row = await _whole(self._owning.counting.forget(member.directory))
+        member = self._ownership.peers.find(request.server)
+        row = await _whole(self._ownership.counted_replicas.forget(member.directory))
         return wire.ForgetServerResponse(member=member, row=row_to_message(row))
 
     @answering
     async def Meet(self, request: wire.MeetRequest, context: Context) -> wire.MeetResponse:
         """Learn what another server knows, and tell it what is known here."""
         self._check_set(request.replica_set)
-        owning = self._owning
-        owning.meeting.heard(request.member)
-        owning.meeting.heard_of(request.members)
-        await _whole(owning.learned(row_of_message(request.row), request.epoch))
-        standing = owning.standing
+        ownership = self._ownership
+        ownership.peers.heard(request.member)
+        ownership.peers.heard_of(request.members)
+        await _whole(ownership.learned(row_of_message(request.row), request.epoch))
+        standing = ownership.standing
         return wire.MeetResponse(
-            member=owning.meeting.member,
+            member=ownership.peers.member,
             row=row_to_message(standing.row),
             epoch=standing.epoch,
-            in_step=owning.in_step,
-            held=held_to_messages(owning.holding.now(as_copy=True)),
-            members=owning.meeting.members_to_tell(standing),
-            claiming=owning.claiming,
-            drained=owning.drained,
+            in_step=ownership.in_step,
+            held=held_to_messages(ownership.inventory.now(as_copy=True)),
+            members=ownership.peers.members_to_tell(standing),
+            claiming=ownership.claiming,
+            drained=ownership.drained,
         )
 
     @answering
     async def Promise(self, request: wire.PromiseRequest, context: Context) -> wire.PromiseResponse:
         """Promise an epoch to a candidate."""
         self._check_set(request.replica_set)
-        owning = self._owning
-        owning.meeting.heard(request.candidate)
+        ownership = self._ownership
+        ownership.peers.heard(request.candidate)
         previous = Served(request.previous_directory, request.previous_epoch)
         directory = request.candidate.directory
         claim = Row(request.epoch, 0, directory, False, frozenset(), previous)
-        promising = owning.promise(request.epoch, directory, claim, released=request.released)
+        promising = ownership.promise(request.epoch, directory, claim, released=request.released)
         answer = await _whole(promising)
-        standing = owning.standing
+        standing = ownership.standing
         return wire.PromiseResponse(
-            member=owning.meeting.member,
+            member=ownership.peers.member,
             promised=answer is not None,
             row=row_to_message(standing.row if answer is None else answer.row),
             epoch=standing.epoch,
@@ -288,6 +292,6 @@ class ReplicaMethods:
     async def Grant(self, request: wire.GrantRequest, context: Context) -> wire.GrantResponse:
         """Promise nothing to others for a while; a server without a cluster grants nothing."""
         self._check_set(request.replica_set)
-        agreeing, owner = self._owning.agreeing, request.owner
-        granted = agreeing is not None and agreeing.give(request.epoch, owner.directory)
-        return wire.GrantResponse(member=self._owning.meeting.member, granted=granted)
+        fencing, owner = self._ownership.fencing, request.owner
+        granted = fencing is not None and fencing.give(request.epoch, owner.directory)
+        return wire.GrantResponse(member=self._ownership.peers.member, granted=granted)

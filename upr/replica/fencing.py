@@ -1,4 +1,4 @@
-"""Agreeing: what a server of a cluster does so that nobody but its owner serves, and that the map says who that is.
+"""Fencing: in a cluster nobody but the owner serves, and the map says who that is. Grants, and changes of the owner's row.
 
 A set without a cluster has none of this: there an operator's word takes the place of the map.
 """
@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from upr.replica.holding import beside
-from upr.replica.meeting import Answer, Meeting
+from upr.replica.inventory import beside
+from upr.replica.peers import Answer, Peers
 from upr.service.buckets.catalog import Catalog
 from upr_protocol.block import U64
 from upr_protocol.errors import UnavailableError, UprError
@@ -61,23 +61,23 @@ class Rows(Protocol):
         """
 
 
-class Agreeing:
+class Fencing:
     """Grants and row of one server of a cluster.
 
     Args:
         rows: where the row is changed.
-        meeting: calls the other servers.
+        peers: calls the other servers.
 
     Attributes:
         grants: those that it gave and has.
         trouble: why an owner does not serve now, in words; empty while it does.
     """
 
-    def __init__(self, rows: Rows, catalog: Catalog, meeting: Meeting) -> None:
+    def __init__(self, rows: Rows, catalog: Catalog, peers: Peers) -> None:
         self.rows = rows
         self.trouble = ""
         self._catalog = catalog
-        self._meeting = meeting
+        self._peers = peers
         # One that knows of no epoch was never counted.
         before = catalog.standing.standing.epoch
         self.grants = Grants(
@@ -147,7 +147,7 @@ class Agreeing:
     async def _ask(self, directory: str) -> None:
         epoch = self._catalog.standing.standing.row.epoch
         asked = boot_seconds()
-        if not await self._meeting.ask_grant(directory, epoch):
+        if not await self._peers.ask_grant(directory, epoch):
             return
         before = self.may_serve()
         self.grants.given(directory, epoch, asked)
@@ -193,7 +193,7 @@ class Agreeing:
         for host in self._catalog.hosts:
             version = host.bucket.identity.version
             needed[version] = np.maximum(floor.get(version, none), host.bucket.copies.stable(1))
-        return row.shrunk(silent, *beside(needed, self._meeting.met))
+        return row.shrunk(silent, *beside(needed, self._peers.met))
 
     @property
     def sure(self) -> frozenset[str]:
@@ -268,7 +268,7 @@ class Agreeing:
         if last in ("", claim.row.owner):
             return {}
         left = self.grants.left(boot_seconds())
-        asking = asyncio.create_task(self._meeting.ask_promises(claim.row, [last]))
+        asking = asyncio.create_task(self._peers.ask_promises(claim.row, [last]))
         try:
             await asyncio.wait({asking}, timeout=max(left, PREVIOUS_SECONDS))
         finally:

@@ -1,4 +1,4 @@
-"""Counting: whom the active server of a set counts, and whose acknowledgements make a write stable.
+"""Counted replicas: whom the active server of a set counts, and whose acknowledgements make a write stable.
 
 The counted servers together have everything that was acknowledged, so a promotion hears all of them.
 """
@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 
 import lmdb
 
-from upr.replica.agreeing import Agreeing
-from upr.replica.holding import Holding, beside
-from upr.replica.meeting import Meeting
+from upr.replica.fencing import Fencing
+from upr.replica.inventory import Inventory, beside
+from upr.replica.peers import Peers
 from upr.service.buckets.catalog import Catalog
 from upr.service.conversation import REPLICAS_NAME
 from upr.service.storage_trouble import words_of
@@ -32,12 +32,12 @@ def check_owns(standing: Standing) -> None:
         )
 
 
-class Counting:
+class CountedReplicas:
     """Whom one server counts while it is the active one.
 
     Args:
-        agreeing: of a server of a cluster; None without one.
-        store: changes what the server has stored, durably; see ``Owning.store``.
+        fencing: of a server of a cluster; None without one.
+        store: changes what the server has stored, durably; see ``Ownership.store``.
 
     Attributes:
         known: the counted replicas of which everybody knows who could be promoted.
@@ -46,15 +46,15 @@ class Counting:
     def __init__(
         self,
         catalog: Catalog,
-        meeting: Meeting,
-        holding: Holding,
-        agreeing: Agreeing | None,
+        peers: Peers,
+        inventory: Inventory,
+        fencing: Fencing | None,
         store: Callable[[Callable[[Standing], Standing | None]], Awaitable[object]],
     ) -> None:
         self._catalog = catalog
-        self._meeting = meeting
-        self._holding = holding
-        self._agreeing = agreeing
+        self._peers = peers
+        self._inventory = inventory
+        self._fencing = fencing
         self._store = store
         self._changing = asyncio.Lock()
         self._floor: dict[int, U64] = {}
@@ -66,7 +66,7 @@ class Counting:
 
     def note_floor(self) -> None:
         """Remember in which epoch the owner serves, and what it had when it began to."""
-        self._holding.serving = self._standing.row.epoch
+        self._inventory.serving = self._standing.row.epoch
         self._floor = {
             host.bucket.identity.version: host.bucket.partitions.high.copy()
             for host in self._catalog.hosts
@@ -80,7 +80,7 @@ class Counting:
             await self._change_row(self._next_row)
             if before != self._standing.row:
                 # At once: until they have stored it, a promotion waits for servers that are counted no more.
-                await self._meeting.meet_all(self._standing)
+                await self._peers.meet_all(self._standing)
         finally:
             # Also where the row cannot be changed now.
             if not self._catalog.replica and self._standing.owns:
@@ -88,7 +88,7 @@ class Counting:
 
     async def _change_row(self, change: Callable[[Standing], Row]) -> None:
         """Change this owner's row: in the map, where there is one, and then here."""
-        if self._agreeing is None:
+        if self._fencing is None:
             await self._store(lambda standing: standing.learned(change(standing)))
             return
 
@@ -101,17 +101,17 @@ class Counting:
             return row
 
         async with self._changing:
-            row = await self._agreeing.next_row(self._standing.row, changed)
+            row = await self._fencing.next_row(self._standing.row, changed)
             await self._store(lambda standing: standing.learned(row))
 
     def _next_row(self, standing: Standing) -> Row:
         """Return the row with the replicas that are in step, or without this server when another has all that it had."""
-        row, met = standing.row, self._meeting.met
+        row, met = standing.row, self._peers.met
         for directory, one in sorted(met.items()):
-            if one.in_step and directory not in row.counted and self._meeting.registered(directory):
+            if one.in_step and directory not in row.counted and self._peers.registered(directory):
                 row = row.counting(directory)
-        if row == standing.row and self._agreeing is not None:
-            row = self._agreeing.shrunk(row, self._floor)
+        if row == standing.row and self._fencing is not None:
+            row = self._fencing.shrunk(row, self._floor)
             if row.owner in row.counted - standing.row.counted:
                 self.note_floor()
         if row != standing.row:
@@ -136,7 +136,7 @@ class Counting:
                 return
             log.warning(
                 "a counted server has less than it acknowledged: this one is counted too until another has all",
-                extra={"servers": ", ".join(sorted(map(self._meeting.named, lost)))},
+                extra={"servers": ", ".join(sorted(map(self._peers.named, lost)))},
             )
         for host in hosts:
             host.bucket.copies.fallen -= fallen
@@ -153,10 +153,10 @@ class Counting:
         """
         name = REPLICAS_NAME + directory
         hosts = self._catalog.hosts
-        here = directory == self._standing.directory or directory in self._meeting.met
+        here = directory == self._standing.directory or directory in self._peers.met
         if here or any(name in host.bucket.consumers for host in hosts):
             raise UprError(
-                f"{self._meeting.named(directory)} is there; must be one that will not come back",
+                f"{self._peers.named(directory)} is there; must be one that will not come back",
                 reason="STILL_THERE",
                 hint="stop it first, and remove its data directory",
             )
@@ -182,7 +182,7 @@ class Counting:
                 check_owns(self._standing)
                 raise UnavailableError("the row is being changed", hint="say it again")
             # The others stop telling of it when they know the row.
-            await self._meeting.meet_all(self._standing)
+            await self._peers.meet_all(self._standing)
             for host in hosts:
                 host.bucket.consumer_positions.forget(name)
                 with contextlib.suppress(BucketGoneError):
@@ -193,7 +193,7 @@ class Counting:
                 hint="say it again: what is done already stays done",
                 retriable=True,
             ) from error
-        self._meeting.drop(directory)
+        self._peers.drop(directory)
         log.warning("a server was forgotten", extra={"directory": directory})
         return self._standing.row
 
@@ -203,13 +203,13 @@ class Counting:
         A replica counts when all counted ones have stored that it does: one that has not could be promoted without it.
         It is ready in a bucket when its call there was told all small tables.
         """
-        row, met = self._standing.row, self._meeting.met
+        row, met = self._standing.row, self._peers.met
         others = row.counted - {row.owner}
         stored = {d for d, one in met.items() if one.row.age >= row.age}
         known = others if others <= stored else self.known & others
-        if self._agreeing is not None:
+        if self._fencing is not None:
             # Everybody who claims reads the row where it was changed.
-            known = others & self._agreeing.sure
+            known = others & self._fencing.sure
         if known != self.known:
             self.known = known
             # After a restart one that is away does not keep the others from counting.

@@ -14,7 +14,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.limits import PARTITIONS
 
 
-class Following:
+class UpstreamState:
     """How a bucket follows its upstream, as operators see it.
 
     Attributes:

@@ -17,10 +17,10 @@ from tests.storage.closed import Closed
 from upr.config import ServerConfig
 from upr.engine.partitions import DEAD
 from upr.replica import replication
-from upr.replica.holding import held_of
+from upr.replica.inventory import held_of
 from upr.replica.links import Links
-from upr.replica.receiving import Receiving, UndoNeededError
 from upr.replica.replication import Replication
+from upr.replica.upstream_stream import UndoNeededError, UpstreamStream
 from upr.replica.upstream_tables import take_tables
 from upr.service import storage_trouble
 from upr.service.buckets.bucket_service import BucketService
@@ -79,13 +79,13 @@ def host(tmp_path: Path) -> Iterator[BucketService]:
 async def test_a_new_call_is_in_step_when_the_tables_were_told_in_it(
     host: BucketService, answers: bool
 ) -> None:
-    assert host.following is not None
-    host.following.tables = True
+    assert host.upstream_state is not None
+    host.upstream_state.tables = True
     upstream = Upstream(OPENED) if answers else Upstream()
     with pytest.raises(UnavailableError):
-        await Receiving(host, upstream, ME).run()
+        await UpstreamStream(host, upstream, ME).run()
     # While nobody answers it has what it had. Else it does not after a crash either.
-    assert host.following.in_step == (not answers)
+    assert host.upstream_state.in_step == (not answers)
     assert (host.disk.store.joining() is not None) == answers
 
 
@@ -94,31 +94,31 @@ async def test_of_parts_those_that_are_dead_here_are_not_asked_for(host: BucketS
     host.bucket.partitions.state[5] = DEAD
     upstream = Upstream(OPENED)
     with pytest.raises(UnavailableError):
-        await Receiving(host, upstream, ME, {5: 0, 6: 0}).run()
+        await UpstreamStream(host, upstream, ME, {5: 0, 6: 0}).run()
     (start,) = [message.start for message in upstream.said if message.HasField("start")]
     assert [one.partition for one in start.partitions] == [6]
 
 
 @pytest.mark.asyncio
 async def test_a_join_is_complete_when_what_the_tables_name_is_here(host: BucketService) -> None:
-    assert host.following is not None
-    following, table = host.following, host.bucket.partitions
-    receiving = Receiving(host, Upstream(), ME)
-    await host.following.set_joining(True)
+    assert host.upstream_state is not None
+    upstream_state, table = host.upstream_state, host.bucket.partitions
+    stream = UpstreamStream(host, Upstream(), ME)
+    await host.upstream_state.set_joining(True)
     row = wire.ConsumerRow(
         consumer="c", partition=5, failover_id=int(table.newest_id[5]), seqno=3, time=1
     )
-    acknowledging = asyncio.create_task(receiving._acknowledge())
+    acknowledging = asyncio.create_task(stream._acknowledge())
     await take_tables(host, wire.Tables(consumers=[row], complete=True))
     assert host.disk.store.joining() is not None
     table.durable[5] = 3
     host.disk.changed()
-    while following.joining is not False:
+    while upstream_state.joining is not False:
         await host.disk.next_change()
     assert host.disk.store.joining() is None
     # The upstream reads from its store again, and those rows come without numbers.
     await take_tables(host, wire.Tables(begins=True))
-    assert following.joining
+    assert upstream_state.joining
     assert host.disk.store.joining() is not None
     acknowledging.cancel()
 
@@ -144,10 +144,10 @@ async def test_what_was_whole_when_a_join_began_is_all_that_is_relied_on_also_af
     await host.adopt(logs, {3: 1})
     for one in [entry((3, 0, 2, 2)), entry((3, 2, 5, 5))]:
         await host.receive(one.block(), one.data, [])
-        if not host.following.joining:  # type: ignore[union-attr]
+        if not host.upstream_state.joining:  # type: ignore[union-attr]
             await host.journalled(host.bucket.tail.end - 1)
             assert marked(host) == (2, 2)
-            await host.following.set_joining(True)  # type: ignore[union-attr]
+            await host.upstream_state.set_joining(True)  # type: ignore[union-attr]
     await host.journalled(host.bucket.tail.end - 1)
     assert marked(host) == (2, 5)
     while host.bucket.tail.first < host.bucket.tail.end:
@@ -157,8 +157,8 @@ async def test_what_was_whole_when_a_join_began_is_all_that_is_relied_on_also_af
     assert marked(host) == (2, 5)
     # It can give that state, and nothing above.
     assert [head.end for head in host.disk.store.heads(3)] == [2, 5]
-    assert host.following is not None
-    await host.following.set_joining(False)
+    assert host.upstream_state is not None
+    await host.upstream_state.set_joining(False)
     assert (marked(host), host.bucket.cuts.pinned(3)) == ((5, 5), ())
     await host.close()
 
@@ -180,8 +180,8 @@ def test_what_went_of_what_was_whole_is_of_the_join_when_it_comes_again(tmp_path
 async def test_a_call_that_ends_while_the_join_is_stored_leaves_nothing_believed(
     host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert host.following is not None
-    await host.following.set_joining(True)
+    assert host.upstream_state is not None
+    await host.upstream_state.set_joining(True)
     with monkeypatch.context() as patched:
         entered = asyncio.Event()
         run = host.disk.in_store_thread
@@ -192,17 +192,17 @@ async def test_a_call_that_ends_while_the_join_is_stored_leaves_nothing_believed
             await asyncio.Event().wait()
 
         patched.setattr(host.disk, "in_store_thread", slow)
-        ending = asyncio.create_task(host.following.set_joining(False))
+        ending = asyncio.create_task(host.upstream_state.set_joining(False))
         await entered.wait()
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
     assert host.disk.store.joining() is None
     # The join had come to its end, and what it kept beside is gone: the next one begins with all that is here.
     host.bucket.partitions.complete[3] = 5
-    await host.following.set_joining(True)
+    await host.upstream_state.set_joining(True)
     stored = host.disk.store.joining()
     assert stored is not None
-    assert stored[3] == host.following.whole[3] == 5
+    assert stored[3] == host.upstream_state.whole[3] == 5
 
 
 @pytest.mark.asyncio
@@ -211,8 +211,8 @@ async def test_a_bucket_that_could_not_be_opened_anew_says_so_and_is_tried_again
 ) -> None:
     calls, asked = [], asyncio.Event()
 
-    async def run(_: Receiving) -> None:
-        calls.append(host.following.problem if host.following else None)
+    async def run(_: UpstreamStream) -> None:
+        calls.append(host.upstream_state.problem if host.upstream_state else None)
         if len(calls) == 2:
             asked.set()
             await asyncio.Event().wait()
@@ -221,11 +221,11 @@ async def test_a_bucket_that_could_not_be_opened_anew_says_so_and_is_tried_again
     async def reopen(*_: Any) -> BucketService:
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(Receiving, "run", run)
+    monkeypatch.setattr(UpstreamStream, "run", run)
     monkeypatch.setattr(replication, "delay", lambda *_, **__: 0)
     catalog: Any = SimpleNamespace(directory_id="d", replica_set="s", reopen=reopen)
-    following = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
-    task = asyncio.create_task(following._receive(host, "127.0.0.1:1", Upstream()))
+    upstream_state = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
+    task = asyncio.create_task(upstream_state._receive(host, "127.0.0.1:1", Upstream()))
     done, _ = await asyncio.wait(
         {task, waiting := asyncio.create_task(asked.wait())}, return_when=asyncio.FIRST_COMPLETED
     )
@@ -303,9 +303,9 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
     upstream = Listening(OPENED, started(7), wire.FollowResponse(frame=frame))
     # One partition is followed.
     host.bucket.partitions.state[np.arange(PARTITIONS) != 3] = DEAD
-    receiving = Receiving(host, upstream, ME)
+    stream = UpstreamStream(host, upstream, ME)
     assert host.bucket.may_undo
-    task = asyncio.create_task(receiving.run())
+    task = asyncio.create_task(stream.run())
 
     def acknowledged(*, joining: bool = False) -> list[tuple[int, int]]:
         acks = [one.ack for one in upstream.told if one.HasField("ack")]
@@ -365,10 +365,10 @@ async def test_a_server_that_cannot_store_asks_less_and_less_often_and_says_so_o
     monkeypatch.setattr(replication, "delay", delay)
     monkeypatch.setattr(host, "receive", received)
     catalog: Any = SimpleNamespace(directory_id="d", replica_set="s")
-    following = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
+    upstream_state = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
     caplog.set_level(logging.INFO, "upr.replica")
     host.disk.troubles.begins(storage_trouble.JOURNAL, OSError(errno.EIO, "broken"))
-    task = asyncio.create_task(following._receive(host, "127.0.0.1:1", Gives()))
+    task = asyncio.create_task(upstream_state._receive(host, "127.0.0.1:1", Gives()))
     while len(pauses) < 7:
         await asyncio.to_thread(int)
     task.cancel()
@@ -377,8 +377,8 @@ async def test_a_server_that_cannot_store_asks_less_and_less_often_and_says_so_o
     words = [one.message for one in caplog.records if one.name == replication.__name__]
     ended, again = "a call to the upstream ended", "the upstream is followed again"
     assert words[:3] == [ended, again, ended]
-    assert host.following is not None
-    assert "gone" in str(host.following.problem)
+    assert host.upstream_state is not None
+    assert "gone" in str(host.upstream_state.problem)
 
 
 class Channel:
@@ -416,7 +416,7 @@ async def test_an_upstream_that_was_followed_is_tried_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     there = admin.ListBucketsResponse(replica_set="s", directory="e")
-    following = replicating("", None, None, there, None, None)
+    upstream_state = replicating("", None, None, there, None, None)
     monkeypatch.setattr(replication, "LIST_SECONDS", 0)
     tries: list[int] = []
 
@@ -426,7 +426,7 @@ async def test_an_upstream_that_was_followed_is_tried_again_at_once(
 
     monkeypatch.setattr(replication, "delay", delay)
     with pytest.raises(IndexError):
-        await following.run()
+        await upstream_state.run()
     assert tries == [1, 2, 0, 1]
 
 

@@ -16,8 +16,8 @@ from upr_protocol.ownership import GRANTED_SECONDS
 
 pytestmark = [pytest.mark.etcd, pytest.mark.long]
 SOON = {
-    "upr.replica.telling.PATIENCE_SECONDS": 0.2,
-    "upr.replica.agreeing.LAST_SECONDS": 1.0,
+    "upr.replica.set_status.PATIENCE_SECONDS": 0.2,
+    "upr.replica.fencing.LAST_SECONDS": 1.0,
 }
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from upr.replica import agreeing
-from upr.replica.agreeing import Agreeing
+from upr.replica import fencing
+from upr.replica.fencing import Fencing
 from upr_protocol.errors import UnavailableError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.ownership import (
@@ -51,21 +51,21 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(agreeing, "boot_seconds", lambda: clock.now)
+    monkeypatch.setattr(fencing, "boot_seconds", lambda: clock.now)
     return clock
 
 
-def started(standing: Standing, rows: Answers, meeting: Any, *hosts: Any) -> Agreeing:
+def started(standing: Standing, rows: Answers, peers: Any, *hosts: Any) -> Fencing:
     catalog: Any = SimpleNamespace(
         directory_id=A,
         standing=SimpleNamespace(standing=standing),
         hosts=list(hosts),
         replica=False,
     )
-    return Agreeing(rows, catalog, meeting)
+    return Fencing(rows, catalog, peers)
 
 
-def owner(rows: Answers) -> Agreeing:
+def owner(rows: Answers) -> Fencing:
     """Return one that owns, and was granted by C only."""
     one = started(Standing(A, OWN, 4, A), rows, SimpleNamespace())
     one.begin(OWN, resumed=False)
@@ -145,11 +145,11 @@ def test_who_lacks_what_the_owner_began_with_is_not_counted_alone(
     host = SimpleNamespace(
         bucket=SimpleNamespace(identity=SimpleNamespace(version=7), copies=copies)
     )
-    meeting = SimpleNamespace(met={B: SimpleNamespace(held={7: held})})
-    one = started(Standing(A, OWN, 4, A), Answers(), meeting, host)
+    peers = SimpleNamespace(met={B: SimpleNamespace(held={7: held})})
+    one = started(Standing(A, OWN, 4, A), Answers(), peers, host)
     one.begin(OWN, resumed=False)
     assert one.silent(OWN) == set()
-    clock.now += agreeing.SILENT_SECONDS + 0.1
+    clock.now += fencing.SILENT_SECONDS + 0.1
     one._seen[B] = clock.now
     floor = {7: np.full(PARTITIONS, begun_at, np.uint64)}
     assert one.shrunk(OWN, floor).counted == counted

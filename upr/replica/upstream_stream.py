@@ -49,7 +49,7 @@ class UndoNeededError(Exception):
         self.undo = undo
 
 
-class Receiving:
+class UpstreamStream:
     """One Follow call, from its Open to its end.
 
     Args:
@@ -71,11 +71,11 @@ class Receiving:
         self._only = only
         self._on_followed = on_followed
         self._followed = False
-        assert host.following is not None
+        assert host.upstream_state is not None
         self._host = host
         self._bucket = host.bucket
         self._table = host.bucket.partitions
-        self._following = host.following
+        self._upstream_state = host.upstream_state
         self._introduction = introduction
         self._call = stub.Follow()
         self._writing = asyncio.Lock()
@@ -97,10 +97,10 @@ class Receiving:
         try:
             opened = await self._open()
             # Stored blocks come without the numbers of their producers, until the tables are told.
-            self._following.begin_tables()
-            self._following.is_partial = self._only is not None
-            self._following.refused.clear()
-            await self._following.set_joining(True)
+            self._upstream_state.begin_tables()
+            self._upstream_state.is_partial = self._only is not None
+            self._upstream_state.refused.clear()
+            await self._upstream_state.set_joining(True)
             self._returned = CreditReturn(opened.credit_bytes)
             silence = SILENT_INTERVALS * opened.heartbeat_seconds
             partitions = np.flatnonzero(self._table.state != DEAD)
@@ -109,7 +109,7 @@ class Receiving:
             )
             self._unanswered = set(chosen.tolist())
             await self._start(chosen.tolist())
-            self._following.connected = True
+            self._upstream_state.connected = True
             acknowledging = asyncio.create_task(self._acknowledge())
             while True:
                 await self._take(await self._read(silence))
@@ -118,7 +118,7 @@ class Receiving:
         except grpc.aio.AioRpcError as error:
             raise error_from_call(error) from error
         finally:
-            self._following.connected = False
+            self._upstream_state.connected = False
             # Who is followed next may have another history.
             self._bucket.may_undo = True
             if acknowledging is not None:
@@ -194,9 +194,9 @@ class Receiving:
             partition = answer.partition
             if answer.HasField("refused"):
                 self._again.add(partition)
-                self._following.refused[partition] = error_of(answer.refused)
+                self._upstream_state.refused[partition] = error_of(answer.refused)
                 continue
-            self._following.refused.pop(partition, None)
+            self._upstream_state.refused.pop(partition, None)
             told = answer.started if answer.HasField("started") else answer.rollback
             log = log_from_messages(told.failover_log)
             if log is None:
@@ -206,7 +206,7 @@ class Receiving:
                 logs[partition], epochs[partition] = log, told.epoch
                 started = answer.started
                 purges[partition], tokens[partition] = started.purge_seqno, started.token
-                self._following.highs[partition] = started.high_seqno
+                self._upstream_state.highs[partition] = started.high_seqno
                 continue
             one = self._undo(partition, answer.rollback, log)
             if one is not None:
@@ -232,7 +232,7 @@ class Receiving:
 
     def _goes_on(self) -> None:
         if not self._followed:
-            self._followed, self._following.problem = True, None
+            self._followed, self._upstream_state.problem = True, None
             self._on_followed()
 
     def _check_epoch(self, partition: int, epoch: int) -> None:
@@ -294,7 +294,7 @@ class Receiving:
             case "heartbeat":
                 moved = np.frombuffer(message.heartbeat.high_seqnos, POSITION)
                 partitions = moved["partition"].astype(np.int64)
-                highs = self._following.highs
+                highs = self._upstream_state.highs
                 highs[partitions] = np.maximum(highs[partitions], moved["seqno"])
                 await self._say(pong=wire.Pong())
                 again, self._again = sorted(self._again), set()
@@ -360,9 +360,9 @@ class Receiving:
         acknowledges all again when it is.
         """
         markers = self._bucket.markers
-        following = self._following
+        upstream_state = self._upstream_state
         while True:
-            if await following.end_join():
+            if await upstream_state.end_join():
                 self._acknowledged[:] = 0
                 continue
             # Of what is followed only: an Ack above what was sent ends the call.
@@ -372,7 +372,7 @@ class Receiving:
                 told = np.zeros(len(partitions), POSITION)
                 told["partition"], told["seqno"] = partitions, markers.seqno[partitions]
                 self._acknowledged[partitions] = markers.seqno[partitions]
-                ack = wire.Ack(positions=told.tobytes(), joining=not following.in_step)
+                ack = wire.Ack(positions=told.tobytes(), joining=not upstream_state.in_step)
                 await self._say(ack=ack)
             else:
                 await self._host.disk.next_change()

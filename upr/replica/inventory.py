@@ -1,4 +1,4 @@
-"""Holding: what this server has of its buckets, and what it lacks of what another server promised."""
+"""Inventory: what this server has of its buckets, and what it lacks of what another server promised."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from upr.engine.partitions import DEAD
-from upr.replica.meeting import Answer, Met
+from upr.replica.peers import Answer, Met
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.buckets.following import Following
+from upr.service.buckets.upstream_state import UpstreamState
 from upr_protocol.block import U64
 from upr_protocol.errors import StorageFailedError, UprError, shown
 from upr_protocol.limits import PARTITIONS
@@ -45,10 +45,10 @@ def held_of(host: BucketService, *, as_copy: bool = False) -> Held:
         as_copy: whether only what a promotion keeps. While it joins that is what it had before: rows above may lack the
             numbers of their producers, and a write that is repeated would be applied twice.
     """
-    bucket, table, following = host.bucket, host.bucket.partitions, host.following
+    bucket, table, upstream_state = host.bucket, host.bucket.partitions, host.upstream_state
     held, marker = np.zeros(PARTITIONS, HELD), bucket.markers.seqno
-    if as_copy and following is not None and following.joining is not False:
-        marker = np.minimum(marker, following.whole)
+    if as_copy and upstream_state is not None and upstream_state.joining is not False:
+        marker = np.minimum(marker, upstream_state.whole)
     held["marker"], held["high"], held["id"] = marker, table.durable, table.newest_id
     held["epoch"] = table.epochs_at(marker)
     return held
@@ -94,7 +94,7 @@ def told_once(lost: Iterable[tuple[str, int, int, int]]) -> list[tuple[str, int,
     return sorted((*where, *ends) for where, ends in found.items())
 
 
-class Holding:
+class Inventory:
     """What one server has of the buckets of its catalog.
 
     Attributes:
@@ -137,17 +137,17 @@ class Holding:
                 found[version] = chosen.tolist()
         return found
 
-    def _followings(self, versions: Iterable[int]) -> dict[int, Following]:
+    def _upstream_states(self, versions: Iterable[int]) -> dict[int, UpstreamState]:
         return {
-            version: host.following
+            version: host.upstream_state
             for version, host in self._hosts().items()
-            if host.following is not None and version in versions
+            if host.upstream_state is not None and version in versions
         }
 
     def has_tables(self, answer: Answer, versions: Iterable[int]) -> bool:
         """Whether the small tables are here as they were when a server promised."""
         there = [version for version in versions if version in answer.held]
-        here = self._followings(there)
+        here = self._upstream_states(there)
         return len(here) == len(there) and all(
             one.has_tables and one.told >= answer.changes.get(version, 0)
             for version, one in here.items()
@@ -159,7 +159,7 @@ class Holding:
 
     def is_refused(self, lacking: Mapping[int, Sequence[int]]) -> bool:
         """Whether nothing of what is lacking will come."""
-        here, dead = self._followings(lacking), self._dead_here(lacking)
+        here, dead = self._upstream_states(lacking), self._dead_here(lacking)
         return bool(lacking) and all(
             p in dead.get(version, ())
             or (
@@ -185,7 +185,7 @@ class Holding:
         """Return why what is lacking does not come; ``address`` is this server's."""
         if dead := self._dead_here(lacking):
             return f"partition {next(iter(dead.values()))[0]} is dead here, at {address}"
-        for version, one in self._followings(lacking).items():
+        for version, one in self._upstream_states(lacking).items():
             problem = one.refused.get(lacking[version][0], one.problem)
             if problem is not None:
                 return str(problem)
@@ -212,9 +212,9 @@ class Holding:
     def known_highs(self) -> dict[int, U64]:
         """Return the newest seqnos that the upstream told of, by bucket version."""
         return {
-            version: host.following.highs.copy()
+            version: host.upstream_state.highs.copy()
             for version, host in self._hosts().items()
-            if host.following is not None
+            if host.upstream_state is not None
         }
 
     def lost(
@@ -239,19 +239,19 @@ class Holding:
 
     async def is_whole_up_to(self, parts: Mapping[int, Mapping[int, int]]) -> None:
         """Store that what another server gave of partitions, by bucket version and up to a seqno, came with its tables."""
-        for version, following in self._followings(parts).items():
-            await following.is_whole_up_to(parts[version])
+        for version, upstream_state in self._upstream_states(parts).items():
+            await upstream_state.is_whole_up_to(parts[version])
 
     @property
     def is_joining(self) -> bool:
         """Whether rows may come, in some bucket, without what the small tables say of them."""
-        followings = self._followings(self._hosts())
-        return any(one.joining is not False for one in followings.values())
+        upstream_states = self._upstream_states(self._hosts())
+        return any(one.joining is not False for one in upstream_states.values())
 
     def out_of_step(self) -> set[int]:
         """Return the versions of buckets in which rows may be here without what the small tables say of them."""
-        followings = self._followings(self._hosts())
-        return {v for v, one in followings.items() if not (one.in_step or one.is_whole)}
+        upstream_states = self._upstream_states(self._hosts())
+        return {v for v, one in upstream_states.items() if not (one.in_step or one.is_whole)}
 
     @property
     def failure(self) -> StorageFailedError | None:

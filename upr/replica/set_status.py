@@ -1,4 +1,4 @@
-"""Telling: what operators are told of a server's part in its set: what it is, since when, and what is wrong.
+"""Status of a set, as one server tells it to operators: its part in its set: what it is, since when, and what is wrong.
 
 It only looks. What is wrong with etcd and with grants is logged where it is found; what is only seen from here, once when it
 has lasted for PATIENCE_SECONDS, and once when it is over.
@@ -9,8 +9,8 @@ import logging
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from upr.replica.agreeing import Rows
-from upr.replica.owning import Owning
+from upr.replica.fencing import Rows
+from upr.replica.ownership import Ownership
 from upr.service.buckets.catalog import Catalog
 from upr_protocol.errors import UprError
 from upr_protocol.wire.v1.types_pb2 import SetPart
@@ -53,14 +53,14 @@ class Cluster(Protocol):
     def has_key(self, directory: str) -> bool:
         """Return whether a server has a key in etcd, which says that it runs."""
 
-    async def begin(self, owning: Owning, *, force: bool) -> None:
+    async def begin(self, ownership: Ownership, *, force: bool) -> None:
         """Make the map, where there is none, because an operator orders it: see ``Keeper.begin``."""
 
-    async def run(self, owning: Owning) -> None:
+    async def run(self, ownership: Ownership) -> None:
         """Take part until cancelled."""
 
 
-class Telling:
+class SetStatus:
     """What is told of one server's part in its set.
 
     Args:
@@ -69,13 +69,13 @@ class Telling:
     """
 
     def __init__(
-        self, owning: Owning, catalog: Catalog, cluster: Cluster | None, min_copies: int
+        self, ownership: Ownership, catalog: Catalog, cluster: Cluster | None, min_copies: int
     ) -> None:
-        self._owning = owning
+        self._ownership = ownership
         self._catalog = catalog
         self._cluster = cluster
         self._min_copies = min_copies
-        self._owner = owning.standing.row.owner
+        self._owner = ownership.standing.row.owner
         self._since: float | None = None
         self._changes = 0
         self._began: dict[str, float] = {}
@@ -90,7 +90,7 @@ class Telling:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _look(self, now: float) -> None:
-        owner = self._owning.standing.row.owner
+        owner = self._ownership.standing.row.owner
         if owner != self._owner:
             # The first one that is heard of is no change.
             self._changes += bool(self._owner)
@@ -109,8 +109,8 @@ class Telling:
 
     def _nobody_counted(self) -> UprError | None:
         """Return that the owner of a cluster is the only one that is counted."""
-        owning, own = self._owning, self._owning.standing.directory
-        if self._cluster is None or not owning.active or owning.standing.row.counted - {own}:
+        ownership, own = self._ownership, self._ownership.standing.directory
+        if self._cluster is None or not ownership.active or ownership.standing.row.counted - {own}:
             return None
         return UprError(
             "no other server is counted: nobody can follow this one if it fails",
@@ -121,7 +121,7 @@ class Telling:
 
     def _too_few(self) -> UprError | None:
         """Return why the active server refuses writes, in the first bucket in which it does."""
-        if not (self._min_copies and self._owning.active):
+        if not (self._min_copies and self._ownership.active):
             return None
         found = (host.bucket.copies.shortage(self._min_copies) for host in self._catalog.hosts)
         return next(filter(None, found), None)
@@ -129,15 +129,15 @@ class Telling:
     @property
     def waiting(self) -> str:
         """Why the server takes no part in its cluster, or does not serve, in words; empty while it does."""
-        agreeing, cluster = self._owning.agreeing, self._cluster
-        if agreeing is None or cluster is None:
+        fencing, cluster = self._ownership.fencing, self._cluster
+        if fencing is None or cluster is None:
             return ""
-        return agreeing.trouble or str(cluster.trouble or "")
+        return fencing.trouble or str(cluster.trouble or "")
 
     @property
     def troubles(self) -> Mapping[str, UprError | None]:
         """What is wrong, by kind; None where nothing is."""
-        agreeing, cluster = self._owning.agreeing, self._cluster
+        fencing, cluster = self._ownership.fencing, self._cluster
         found = dict[str, UprError | None].fromkeys((ETCD, BUCKETS, GRANTS, COUNTED, COPIES))
         if cluster is not None and (error := cluster.trouble) is not None:
             found[ETCD] = UprError(
@@ -148,9 +148,9 @@ class Telling:
             )
         if cluster is not None:
             found[BUCKETS] = cluster.bucket_trouble
-        if agreeing is not None and agreeing.trouble:
+        if fencing is not None and fencing.trouble:
             found[GRANTS] = UprError(
-                f"this server takes and answers no write: {agreeing.trouble}",
+                f"this server takes and answers no write: {fencing.trouble}",
                 reason="NOT_GRANTED",
                 hint="start the counted servers, or mend the links to them and to etcd; 'upr-admin topology' shows them",
                 retriable=True,
@@ -160,24 +160,26 @@ class Telling:
     @property
     def part(self) -> SetPart:
         """What is told of it as a whole."""
-        owning, cluster, agreeing = self._owning, self._cluster, self._owning.agreeing
+        ownership, cluster, fencing = self._ownership, self._cluster, self._ownership.fencing
         now = asyncio.get_running_loop().time()
         part = SetPart(
             state=self._state(),
-            counted=len(owning.standing.row.counted),
+            counted=len(ownership.standing.row.counted),
             owner_seconds=now - self._since if self._since is not None and self._owner else 0.0,
             owner_changes=self._changes,
         )
-        if cluster is not None and agreeing is not None:
+        if cluster is not None and fencing is not None:
             part.cluster, part.etcd_seconds = cluster.name, cluster.silent_seconds
-            part.grant_seconds = agreeing.serving_seconds if owning.active else 0.0
+            part.grant_seconds = fencing.serving_seconds if ownership.active else 0.0
         return part
 
     def _state(self) -> str:
-        owning, hosts = self._owning, self._catalog.hosts
-        if owning.claiming:
+        ownership, hosts = self._ownership, self._catalog.hosts
+        if ownership.claiming:
             return "claiming"
-        if owning.active:
+        if ownership.active:
             return "owner" if self._catalog.may_serve() else "waiting"
-        follows = any(host.following is not None and host.following.connected for host in hosts)
+        follows = any(
+            host.upstream_state is not None and host.upstream_state.connected for host in hosts
+        )
         return "replica" if follows else "waiting"

@@ -1,4 +1,4 @@
-"""Meeting: the calls of one server to the others of its set, and what it learned of each.
+"""Peers: the other servers of a set, the calls to them, and what it learned of each.
 
 A server is called where it said that it can be reached: in its Follow call, or in a call of this kind.
 """
@@ -128,7 +128,7 @@ class Answer:
     changes: dict[int, int]
 
 
-class Meeting:
+class Peers:
     """The other servers of a set.
 
     Args:

@@ -1,4 +1,4 @@
-"""Owning: what one server does so that its set has one active server; it drives ``upr_protocol.ownership``.
+"""Ownership: what one server does so that its set has one active server; it drives ``upr_protocol.ownership``.
 
 The servers of a set meet every MEET_SECONDS: each tells the newest row that it knows, and learns the newer one. Who is
 active counts its replicas that way, and steps down when it meets a higher epoch. Who is not active follows the owner.
@@ -18,10 +18,10 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, DEAD
 from upr.engine.recovery import Undo
-from upr.replica.agreeing import Agreeing, Rows, is_released
-from upr.replica.counting import Counting, check_owns
-from upr.replica.holding import (
-    Holding,
+from upr.replica.counted_replicas import CountedReplicas, check_owns
+from upr.replica.fencing import Fencing, Rows, is_released
+from upr.replica.inventory import (
+    Inventory,
     Lost,
     Promoted,
     by_version,
@@ -30,7 +30,7 @@ from upr.replica.holding import (
     not_known,
 )
 from upr.replica.links import Links
-from upr.replica.meeting import MEET_SECONDS, Answer, Meeting
+from upr.replica.peers import MEET_SECONDS, Answer, Peers
 from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
@@ -66,12 +66,12 @@ CLAIMS_MAX = 5
 """Claims of one promotion: each is above the epoch that ended the one before it."""
 
 
-class Owning:
+class Ownership:
     """Part of one server in the ownership of its set.
 
     Args:
         address: returns HOST:PORT where this server can be reached.
-        rows: where the row of a cluster is changed by one at a time; None without one, as ``agreeing`` is then.
+        rows: where the row of a cluster is changed by one at a time; None without one, as ``fencing`` is then.
 
     Attributes:
         drained: whether it is not to become active, until it is restarted.
@@ -88,11 +88,11 @@ class Owning:
         self._config = config
         self._address = address
         self._links = Links.of(config)
-        self.meeting = Meeting(
+        self.peers = Peers(
             catalog, address, self._links, meets=config.meets, upstreams=config.replicate_from
         )
-        self.holding = Holding(catalog)
-        self.agreeing = None if rows is None else Agreeing(rows, catalog, self.meeting)
+        self.inventory = Inventory(catalog)
+        self.fencing = None if rows is None else Fencing(rows, catalog, self.peers)
         catalog.servers = self._servers
         catalog.is_newest = self._is_newest
         self._fences = 0
@@ -103,17 +103,19 @@ class Owning:
         # Held while buckets change their role: a promise waits for an activation, and sees it.
         self._changing = asyncio.Lock()
         self._storing = asyncio.Lock()
-        self._following: asyncio.Task[None] | None = None
+        self._upstream_state: asyncio.Task[None] | None = None
         self._replication: Replication | None = None
         # Whom it follows, and whether anonymously.
         self._followed: tuple[tuple[str, ...], bool] = ((), False)
         self._took_back_at = -RESUME_SECONDS
         self._paused = False
-        self.counting = Counting(catalog, self.meeting, self.holding, self.agreeing, self.store)
+        self.counted_replicas = CountedReplicas(
+            catalog, self.peers, self.inventory, self.fencing, self.store
+        )
         if self.active:
-            self.counting.note_floor()
-            if self.agreeing is not None:
-                self.agreeing.begin(self.standing.row, resumed=True)
+            self.counted_replicas.note_floor()
+            if self.fencing is not None:
+                self.fencing.begin(self.standing.row, resumed=True)
         self._tell_owner()
 
     @property
@@ -126,13 +128,15 @@ class Owning:
         """Whether it has every bucket that was listed last, which may be none, and its small tables are whole in each;
         those of the owner are its own, also after a restart. One that cannot store what is written is not.
         """
-        if self.holding.failure is not None:
+        if self.inventory.failure is not None:
             return False
         if self.active or self.standing.row.owner == self.standing.directory:
             return True
         hosts, listed = self._catalog.hosts, self._catalog.listed
         has_all = listed is not None and listed <= {h.bucket.identity.version for h in hosts}
-        return has_all and all(h.following is not None and h.following.in_step for h in hosts)
+        return has_all and all(
+            h.upstream_state is not None and h.upstream_state.in_step for h in hosts
+        )
 
     @property
     def claiming(self) -> bool:
@@ -141,14 +145,14 @@ class Owning:
 
     def _servers(self) -> list[str]:
         """Return HOST:PORT of the servers of the set, for clients, as many as they keep; none of one that is alone."""
-        known = self.meeting.addresses
+        known = self.peers.addresses
         first = filter(None, [self._catalog.owner, self._address()])
         return list(dict.fromkeys((*first, *known.values())))[:SERVERS_MAX] if known else []
 
     def _is_newest(self) -> bool:
         """Return whether each other counted server was met lately: who became active since did so a moment ago, or by force."""
         others = self.standing.row.counted - {self.standing.directory}
-        return self.active and self.meeting.met_lately(others)
+        return self.active and self.peers.met_lately(others)
 
     # Knowing
 
@@ -157,9 +161,9 @@ class Owning:
         async with self._storing:
             after = change(self.standing)
             if after is not None:
-                self.counting.known &= after.row.counted
-                addresses = dict(self.meeting.addresses)
-                stored = Stored(after, addresses, self.counting.known)
+                self.counted_replicas.known &= after.row.counted
+                addresses = dict(self.peers.addresses)
+                stored = Stored(after, addresses, self.counted_replicas.known)
                 if stored != self._catalog.standing:
                     await self._catalog.keep_standing(stored)
         if after is not None:
@@ -180,7 +184,7 @@ class Owning:
 
     def owner_address(self) -> str:
         """Return HOST:PORT of the active server, or of the one that is about to be; empty if none is known, or it is this."""
-        return self.meeting.addresses.get(self._owner, "")
+        return self.peers.addresses.get(self._owner, "")
 
     @property
     def _owner(self) -> str:
@@ -225,9 +229,9 @@ class Owning:
     async def step_down(self, *, fenced: bool) -> None:
         """Take no more writes; what is numbered is on disk when this returns. See ``BucketService.step_down``."""
         # Whoever owns next may count others.
-        self.counting.known = frozenset()
-        if fenced and self.agreeing is not None:
-            self.agreeing.end()
+        self.counted_replicas.known = frozenset()
+        if fenced and self.fencing is not None:
+            self.fencing.end()
         hosts = self._catalog.hosts
         # Of buckets that were to become active together, some may be.
         if not (self.active or any((h.bucket.partitions.state == ACTIVE).any() for h in hosts)):
@@ -238,13 +242,13 @@ class Owning:
         await self._catalog.settled()
         late = [host for host in self._catalog.hosts if host not in hosts]
         await asyncio.gather(*(host.step_down(fenced=fenced) for host in late))
-        if self.agreeing is not None:
-            self.agreeing.end()
+        if self.fencing is not None:
+            self.fencing.end()
 
     # Following
 
     async def follow_nobody(self) -> None:
-        task, self._following, self._followed = self._following, None, ((), False)
+        task, self._upstream_state, self._followed = self._upstream_state, None, ((), False)
         self._replication = None
         if task is not None:
             task.cancel()
@@ -263,11 +267,11 @@ class Owning:
         else:
             targets = self._config.replicate_from
         wanted = targets, self._config.anonymous
-        if self._following is not None and self._following.done():
-            if not self._following.cancelled() and (error := self._following.exception()):
+        if self._upstream_state is not None and self._upstream_state.done():
+            if not self._upstream_state.cancelled() and (error := self._upstream_state.exception()):
                 log.error("following the owner failed", exc_info=error)
-            self._following = None
-        is_same = self._following is not None and wanted == self._followed
+            self._upstream_state = None
+        is_same = self._upstream_state is not None and wanted == self._followed
         if is_same and self._follows(standing.row.owner):
             return
         await self.follow_nobody()
@@ -295,7 +299,7 @@ class Owning:
             self._catalog, targets, anonymous, self._address, self._links, directory, only
         )
         self._replication, self._followed = replication, (targets, anonymous)
-        self._following = asyncio.create_task(replication.run())
+        self._upstream_state = asyncio.create_task(replication.run())
         return replication
 
     # Promising
@@ -325,8 +329,8 @@ class Owning:
             return None
         async with (
             contextlib.nullcontext()
-            if self.agreeing is None
-            else self.agreeing.freed(epoch, released),
+            if self.fencing is None
+            else self.fencing.freed(epoch, released),
             self._changing,
         ):
             await self._catalog.settled()
@@ -343,8 +347,8 @@ class Owning:
             changes = {h.bucket.identity.version: h.table_changes for h in self._catalog.hosts}
             return Answer(
                 known,
-                self.holding.now(as_copy=True),
-                after.confirms(claim, self.holding.served()),
+                self.inventory.now(as_copy=True),
+                after.confirms(claim, self.inventory.served()),
                 changes,
             )
 
@@ -401,11 +405,11 @@ class Owning:
                     hint="promote another one, or wait until this one has joined; without --replicate-from it is"
                     " the first of a new set",
                 )
-            self.holding.check_stores()
-            basis = None if self.agreeing is None else await self.agreeing.basis(force=force)
+            self.inventory.check_stores()
+            basis = None if self.fencing is None else await self.fencing.basis(force=force)
             # Nobody else may become active then, and only what is whole is kept.
             claimed = self._has_claimed(self.standing.row if basis is None else basis)
-            if not (self.in_step or self.holding.is_whole or claimed or force):
+            if not (self.in_step or self.inventory.is_whole or claimed or force):
                 raise _not_in_step()
             self.standing.claim(force=force, basis=basis)
             self._paused = True
@@ -438,7 +442,7 @@ class Owning:
         """Return an error that ended a promotion, with words on what that left behind."""
         standing, row = self.standing, self.standing.row
         if standing.promised > row.epoch:
-            former = "" if row.owner in ("", standing.directory) else self.meeting.named(row.owner)
+            former = "" if row.owner in ("", standing.directory) else self.peers.named(row.owner)
             back = f"{former}, if it runs, becomes active again by itself; else " if former else ""
             words = f"nobody may be active now: {back}'upr-admin promote' ends that"
             error.hint = "; ".join(filter(None, (error.hint, words)))
@@ -447,21 +451,21 @@ class Owning:
     async def _check_reached(self, *, takeover: bool, claimed: bool) -> None:
         """Raise before anything is changed, if somebody who must be heard cannot be."""
         row = self.standing.row
-        joins = self.holding.is_joining and not (self.in_step or claimed)
+        joins = self.inventory.is_joining and not (self.in_step or claimed)
         # In a cluster a server that was stopped is one that answers late.
-        asked = {row.owner} if takeover or joins or self.agreeing is None else set()
-        reached = await self.meeting.reach(row.counted | asked)
+        asked = {row.owner} if takeover or joins or self.fencing is None else set()
+        reached = await self.peers.reach(row.counted | asked)
         await asyncio.gather(*(self.learned(one.row, one.epoch) for one in reached.values()))
         row = self.standing.row
         missing = row.counted - set(reached) - {self.standing.directory}
         if missing:
-            raise self.meeting.not_heard(missing)
+            raise self.peers.not_heard(missing)
         if joins and row.owner in reached:
             # It is to give everything, and writers would wait for the whole join.
             raise _not_in_step()
         if takeover and row.owner not in reached and row.owner != self.standing.directory:
             raise UprError(
-                f"the active server {self.meeting.named(row.owner)} cannot be reached",
+                f"the active server {self.peers.named(row.owner)} cannot be reached",
                 reason="NOT_CONFIRMED",
                 hint="'upr-admin promote' goes on without it",
             )
@@ -472,21 +476,21 @@ class Owning:
         above = max(epochs, default=0)
         for _ in range(CLAIMS_MAX):
             basis = self.standing.row
-            if self.agreeing is not None:
-                basis = await self.agreeing.basis(force=force)
+            if self.fencing is not None:
+                basis = await self.fencing.basis(force=force)
             row = self.standing.claim(above=above, force=force, basis=basis)
-            known = self.holding.known_highs()
+            known = self.inventory.known_highs()
             me, claim = self.standing.directory, Claim(basis, row)
-            if self.agreeing is not None and not await self.agreeing.rows.swap(basis, row):
+            if self.fencing is not None and not await self.fencing.rows.swap(basis, row):
                 continue
-            answers = {} if self.agreeing is None else await self.agreeing.ask_previous(claim)
+            answers = {} if self.fencing is None else await self.fencing.ask_previous(claim)
             released = is_released(row, answers)
             own = await self.promise(row.epoch, me, row, force=force, released=released)
             failpoints.hit("promote.after_claim")
             if own is not None:
                 end = await self._drive(claim, {**answers, me: own}, force, takeover)
                 if isinstance(end, Promoted):
-                    end.lost = self.holding.lost(known, end.lost)
+                    end.lost = self.inventory.lost(known, end.lost)
                     return end
                 await self.store(lambda standing, newer=end.row: standing.learned(newer))  # type: ignore[misc]
                 above = end.epoch
@@ -505,11 +509,13 @@ class Owning:
             # Of buckets that the former owner has not, if it confirms, nothing is taken: they were dropped.
             sure = claim.confirmer in answers and answers[last].confirmed
             told = [answers[last]] if sure else answers.values()
-            versions = sorted({v for answer in told for v in answer.held} | set(self.holding.now()))
+            versions = sorted(
+                {v for answer in told for v in answer.held} | set(self.inventory.now())
+            )
             for directory, answer in answers.items():
                 held = in_one_order(answer.held, versions)
                 claim.promised(Promise(directory, answer.row, held, answer.confirmed))
-            mine = self.holding.now(as_copy=not force)
+            mine = self.inventory.now(as_copy=not force)
             step = claim.next(in_one_order(mine, versions))
             if isinstance(step, Outdated):
                 return step
@@ -517,7 +523,7 @@ class Owning:
                 if asked and force:
                     claim.give_up(claim.missing)
                 elif asked:
-                    raise self.meeting.not_heard(claim.missing)
+                    raise self.peers.not_heard(claim.missing)
                 asked = bool(claim.missing)
                 claim.asked(step.directories)
                 refused = await self._ask(claim, step.directories - {me}, answers)
@@ -527,27 +533,27 @@ class Owning:
             elif (
                 takeover
                 and previous is not None
-                and not (claim.confirmed or (last in answers and self.meeting.has_failed(last)))
+                and not (claim.confirmed or (last in answers and self.peers.has_failed(last)))
             ):
                 raise UprError(
-                    f"{self.meeting.named(last)} does not confirm that nothing is missing",
+                    f"{self.peers.named(last)} does not confirm that nothing is missing",
                     reason="NOT_CONFIRMED",
                     hint="'upr-admin promote' goes on without it",
                 )
             elif sure and last != me and not handed_over:
                 handed_over = True
                 lost += await self._gather(claim, last, answers, force, None, tables)
-            elif self._following is not None:
+            elif self._upstream_state is not None:
                 await self._stop_taking()
             elif isinstance(step, Follow):
                 only = by_version(step, versions)
                 lost += await self._gather(claim, step.directory, answers, force, only, tables)
             else:
                 if force:
-                    tables |= self.holding.out_of_step()
+                    tables |= self.inventory.out_of_step()
                 end = await self._serve(claim, step, versions)
-                end.lost = self.holding.short_of(lost)
-                end.tables = sorted(map(self.holding.named, tables))
+                end.lost = self.inventory.short_of(lost)
+                end.tables = sorted(map(self.inventory.named, tables))
                 return end
 
     def _check_mine(self, claim: Claim) -> None:
@@ -563,7 +569,7 @@ class Owning:
     ) -> Outdated | None:
         """Ask servers for their promise at once, and keep the answers; return what outdates the claim."""
         released = is_released(claim.row, answers)
-        outcomes = await self.meeting.ask_promises(claim.row, directories, released=released)
+        outcomes = await self.peers.ask_promises(claim.row, directories, released=released)
         for directory, outcome in outcomes.items():
             if isinstance(outcome, Outdated):
                 return outcome
@@ -591,7 +597,7 @@ class Owning:
         Raises:
             UprError: NOT_HEARD, it does not give everything.
         """
-        address = self.meeting.addresses.get(directory, "")
+        address = self.peers.addresses.get(directory, "")
         replication = self._replication
         goes_on = only is None and self._followed[0] == (address,) and self._follows(directory)
         if replication is None or not goes_on:
@@ -600,33 +606,33 @@ class Owning:
             replication = self._follow((address,), True, directory, only)
         matching = asyncio.create_task(replication.matched())
         answer, before, loop = answers[directory], None, asyncio.get_running_loop()
-        versions = sorted({*answer.held, *self.holding.now()} if only is None else only)
+        versions = sorted({*answer.held, *self.inventory.now()} if only is None else only)
         try:
             while True:
                 self._check_mine(claim)
-                lacking = self.holding.lacking(answer, versions, only)
+                lacking = self.inventory.lacking(answer, versions, only)
                 tables = only is not None or matching.done()
-                tables = tables and self.holding.has_tables(answer, versions)
+                tables = tables and self.inventory.has_tables(answer, versions)
                 if tables and not lacking:
-                    await self.holding.is_whole_up_to(only or {})
+                    await self.inventory.is_whole_up_to(only or {})
                     return []
-                now = lacking, tables, self.holding.received()
+                now = lacking, tables, self.inventory.received()
                 if now != before:
                     before, until = now, loop.time() + GATHER_SECONDS
-                if loop.time() > until or (tables and self.holding.is_refused(lacking)):
+                if loop.time() > until or (tables and self.inventory.is_refused(lacking)):
                     break
                 await asyncio.sleep(GATHER_LOOK_SECONDS)
-            why = self.holding.why_not(lacking, self._address())
+            why = self.inventory.why_not(lacking, self._address())
         finally:
             matching.cancel()
             if only is not None:
                 await self._stop_taking()
-        error = self.holding.not_given(self.meeting.named(directory), lacking, why)
+        error = self.inventory.not_given(self.peers.named(directory), lacking, why)
         if not force:
             raise error
         log.warning("given up", extra={"what": str(error)})
         if not tables:
-            tables_lost |= {v for v in versions if not self.holding.has_tables(answer, [v])}
+            tables_lost |= {v for v in versions if not self.inventory.has_tables(answer, [v])}
         return given_up(answer, lacking)
 
     async def _cut_off_above(self, parts: Mapping[int, Mapping[int, int]], *, force: bool) -> None:
@@ -634,7 +640,7 @@ class Owning:
 
         Numbers of producers that ran ahead of their rows go too, or those of the other server would give way to them.
         """
-        kept = self.holding.now(as_copy=not force)
+        kept = self.inventory.now(as_copy=not force)
         for host in self._catalog.hosts:
             table, identity = host.bucket.partitions, host.bucket.identity
             ends = kept[identity.version]["marker"]
@@ -653,8 +659,8 @@ class Owning:
     async def _stop_taking(self) -> None:
         """Follow nobody; what came is durable then, and counts where the tables came too."""
         for host in self._catalog.hosts:
-            if host.following is not None:
-                await host.following.end_join()
+            if host.upstream_state is not None:
+                await host.upstream_state.end_join()
         await self.follow_nobody()
         await self._catalog.settled()
         await asyncio.gather(*map(self._durable, self._catalog.hosts))
@@ -662,15 +668,15 @@ class Owning:
     async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:
         """Store that this server serves, then the records, then be active."""
         given_up = claim.row.counted - step.row.counted
-        if self.agreeing is not None and not await self.agreeing.rows.swap(claim.row, step.row):
+        if self.fencing is not None and not await self.fencing.rows.swap(claim.row, step.row):
             raise UnavailableError("another server claims the ownership too", hint="try again")
         async with self._becoming_active():
             await self.store(lambda standing: standing.learned(step.row))
             failpoints.hit("promote.after_row")
-            self.holding.check_stores()
+            self.inventory.check_stores()
             check_owns(self.standing)
             await self._catalog.match()
-            held = in_one_order(self.holding.now(), versions)
+            held = in_one_order(self.inventory.now(), versions)
             cut_off = step.cut_off(held)
             for host in self._catalog.hosts:
                 version = host.bucket.identity.version
@@ -708,13 +714,13 @@ class Owning:
         """Be active: the buckets are. A higher epoch that was met while they became so ends it at once."""
         self.active, self._catalog.replica, self.waiting = True, False, ""
         self._catalog.listed = None
-        if self.agreeing is not None:
-            self.agreeing.begin(self.standing.row, resumed=resumed)
+        if self.fencing is not None:
+            self.fencing.begin(self.standing.row, resumed=resumed)
         self._tell_owner()
-        self.counting.note_floor()
+        self.counted_replicas.note_floor()
         if not self.standing.owns:
             await self.step_down(fenced=True)
-        self.holding.check_stores()
+        self.inventory.check_stores()
         check_owns(self.standing)
 
     # Meeting
@@ -743,18 +749,18 @@ class Owning:
         promised = self.standing.promised
         if self.active:
             # One that stands still holds a meeting up: who follows by now counts before.
-            await self.counting.count_copies()
-        await self.meeting.meet_all(self.standing)
-        for one in list(self.meeting.met.values()):
+            await self.counted_replicas.count_copies()
+        await self.peers.meet_all(self.standing)
+        for one in list(self.peers.met.values()):
             await self.learned(one.row, one.epoch)
         # One that was the owner should undo soon: until then its rows are merged with those that it must undo.
         await self._follow_owner()
-        if self.meeting.has_news:
+        if self.peers.has_news:
             await self.store(lambda standing: standing)
         if self.active and not self.standing.owns:
             await self.step_down(fenced=True)
         elif self.active:
-            await self.counting.count()
+            await self.counted_replicas.count()
             self._wait_for("")
         elif self.standing.owns and not self._paused:
             await self._resume()
@@ -773,8 +779,8 @@ class Owning:
                 hint="start it without --replicate-from, or promote another one, which it follows by itself",
             )
         others = standing.row.counted - {standing.directory}
-        met = others & self.meeting.met.keys()
-        if self.holding.served() == standing.row.epoch and (met or not others):
+        met = others & self.peers.met.keys()
+        if self.inventory.served() == standing.row.epoch and (met or not others):
             # One that promised nothing higher is enough: nobody was promoted without it.
             async with self._becoming_active():
                 if self.standing != standing or self.active or self._paused:
@@ -784,8 +790,8 @@ class Owning:
                 await self._begin_to_serve(resumed=True)
             return
         if missing := others - met:
-            raise self.meeting.not_heard(missing)
-        if standing.row.epoch == 1 and not others and self.agreeing is None:
+            raise self.peers.not_heard(missing)
+        if standing.row.epoch == 1 and not others and self.fencing is None:
             raise not_known()
         await self.promote()
 
@@ -795,14 +801,14 @@ class Owning:
         Args:
             promised: before the others were met.
         """
-        standing, met = self.standing, self.meeting.met
+        standing, met = self.standing, self.peers.met
         row, candidate = standing.row, standing.candidate
         gave_way = row.owner == standing.directory and row.serving and promised > row.epoch
         claiming = self.claiming or any(one.claiming for one in met.values())
-        if claiming or self.holding.failure or not gave_way or standing.promised != promised:
+        if claiming or self.inventory.failure or not gave_way or standing.promised != promised:
             return False
         # One that is not heard may serve by force, and what it acknowledged would be undone.
-        doubtful = {candidate} if candidate else {one.directory for one in self.meeting.members}
+        doubtful = {candidate} if candidate else {one.directory for one in self.peers.members}
         now = asyncio.get_running_loop().time()
         heard = doubtful <= met.keys() | {standing.directory}
         return heard and now - self._took_back_at >= RESUME_SECONDS
