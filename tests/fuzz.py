@@ -16,7 +16,7 @@ import google_crc32c
 import grpc
 
 from tests.storage.stored_blocks import numbers_of
-from upr.cli.rows import parse_line
+from upr.cli.cat_commands.row_formats import parse_line
 from upr.engine.consumers import read_positions
 from upr.storage import keyspace
 from upr.storage.blocks import HEAD_BYTES, head_of

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from upr.cli.git_history import FileChange, GitError, GitHistory, Skipped, run_git
+from upr.cli.cat_commands.git_history import FileChange, GitError, GitHistory, Skipped, run_git
 from upr_cli_kit.output import Progress
 from upr_client import AsyncClient, ChangeBatch, Rollback, Tuning
 from upr_protocol.errors import UnavailableError, UprError

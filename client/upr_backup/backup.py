@@ -18,7 +18,7 @@ from upr_backup.repository.documents import (
     check_link,
     now_micros,
 )
-from upr_backup.repository.index import EVERY
+from upr_backup.repository.listing_cache import EVERY
 from upr_backup.repository.lock import Holding
 from upr_backup.repository.repository import Attempt, Repository
 from upr_backup.rows import grouped

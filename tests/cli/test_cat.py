@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from tests.cli.test_end_to_end import StartServer, follow, jsonl, popen_cat, run_cat, state
 from tests.harness import wait_until
 from upr.cli import cat
-from upr.cli.follow import layout_of
-from upr.cli.keys import values_of
-from upr.cli.rows import read_rows
+from upr.cli.cat_commands.follow import layout_of
+from upr.cli.cat_commands.keys import values_of
+from upr.cli.cat_commands.row_formats import read_rows
 from upr_client import Change, ChangeBatch, Client, Rollback, WriteToken
 from upr_client.types import Bucket
 from upr_protocol.errors import InvalidArgumentError, UnavailableError
@@ -114,7 +114,7 @@ def test_what_was_rolled_back_is_not_dumped() -> None:
 def test_a_wrong_address_is_told_at_once(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("upr.cli.keys._RETRY_SECONDS", 3600.0)
+    monkeypatch.setattr("upr.cli.cat_commands.keys._RETRY_SECONDS", 3600.0)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         target = f"127.0.0.1:{gone.getsockname()[1]}"
     result = run_cat(target, *words)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.git_repos import RepoBuilder
 from tools.demo import Tree, compare, slices
-from upr.cli.git_history import FileChange, GitHistory
+from upr.cli.cat_commands.git_history import FileChange, GitHistory
 from upr_client import ChangeBatch, Rollback
 from upr_protocol.block import build_block
 

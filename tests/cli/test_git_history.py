@@ -1,4 +1,4 @@
-"""upr.cli.git_history, on repositories made for it."""
+"""upr.cli.cat_commands.git_history, on repositories made for it."""
 
 import os
 from contextlib import closing
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.git_repos import RepoBuilder, git
-from upr.cli.git_history import GitError, GitHistory, Skipped
+from upr.cli.cat_commands.git_history import GitError, GitHistory, Skipped
 from upr_protocol.limits import KEY_BYTES_MAX
 
 SUBMODULE = b"1234567890123456789012345678901234567890"

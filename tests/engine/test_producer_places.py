@@ -14,7 +14,7 @@ from tests.engine.buckets import Server
 from upr.engine.partitions import ACTIVE, PENDING
 from upr.engine.producers import ProducerCall
 from upr_protocol.errors import ContentDiffersError
-from upr_protocol.places import PLACES, place_number
+from upr_protocol.write_places import PLACES, place_number
 from upr_spark.sink.writers import Place, places
 
 USED = (5, 6, 700)

@@ -24,7 +24,7 @@ SHORT = {
     "client/upr_client/testing/child.py",
     "client/upr_client/testing/pytest_plugin.py",
     # One idea that engine and clients share.
-    "client/upr_protocol/places.py",
+    "client/upr_protocol/write_places.py",
     # One idea that followers and views share.
     "client/upr_client/_async/waiters.py",
     # A list of names.

@@ -22,7 +22,7 @@ from upr.service.buckets import bucket_service as bucket_service_module
 from upr.service.buckets import room as room_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.buckets.disk import Worker
+from upr.service.buckets.disk_threads import Worker
 from upr.service.key_value import KeyValueMethods
 from upr.service.overload.intake import Intake
 from upr.storage.directory import DataDirectory

@@ -20,7 +20,7 @@ from upr_protocol.block import Block, build_block
 from upr_protocol.errors import ContentDiffersError, TooManyError
 from upr_protocol.limits import PRODUCER_SECONDS, PRODUCERS_MAX, WRITE_CALLS_MAX
 from upr_protocol.partitioning import partition_of
-from upr_protocol.places import place_number
+from upr_protocol.write_places import place_number
 
 DAY = PRODUCER_SECONDS * 1_000_000
 

@@ -25,7 +25,7 @@ from upr.cluster.registry import Registry
 from upr.config import ServerConfig
 from upr.replica.ownership import Ownership
 from upr.replica.replica_service import ReplicaMethods
-from upr.service.buckets import disk
+from upr.service.buckets import disk_threads
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.clock import Clock
 from upr.service.overload import intake, process
@@ -54,7 +54,7 @@ def simulate(patch: pytest.MonkeyPatch, timeline: Timeline, net: Net) -> None:
                 patch.setattr(module, "secrets", drawn)
             if getattr(module, "random", None) is random:
                 patch.setattr(module, "random", chance)
-    patch.setattr(disk, "Worker", SimulatedWorker)
+    patch.setattr(disk_threads, "Worker", SimulatedWorker)
     patch.setattr(failpoints, "hit", lambda point: running().reach(point))
     patch.setattr(grpc.aio, "insecure_channel", lambda address, options=None: Channel(net, address))
     patch.setattr(grpc.aio, "server", functools.partial(GrpcServer, net))

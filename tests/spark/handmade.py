@@ -11,7 +11,7 @@ import pyarrow as pa
 from upr_backup.repository import LocalStorage, Storage
 from upr_backup.repository.chain import Link
 from upr_backup.repository.documents import Entry, FileRef, Manifest, seal, sha256
-from upr_backup.repository.index import manifest_name, write_index
+from upr_backup.repository.listing_cache import manifest_name, write_index
 from upr_backup.repository.repository import Repository
 from upr_backup.rows import SCHEMA, RowsWriter
 from upr_protocol.partitioning import partition_of

@@ -17,10 +17,10 @@ from tests.spark.restoring import document, upr_backup
 from tests.spark.s3 import BUCKET, S3Server
 from tests.spark.s3_backups import put_folder
 from tests.spark.s3_backups import upr_backup as s3_backup
-from upr_backup.repository import LocalStorage, index
+from upr_backup.repository import LocalStorage, listing_cache
 from upr_backup.repository.chain import Chain, Keep, Link
 from upr_backup.repository.documents import Manifest, seal, unseal
-from upr_backup.repository.index import manifest_name
+from upr_backup.repository.listing_cache import manifest_name
 from upr_backup.repository.lock import Lock
 from upr_backup.repository.repository import Repository
 
@@ -291,7 +291,7 @@ def test_ten_thousand_points_are_listed_at_once(tmp_path: Path, s3: S3Server) ->
 def test_an_index_is_never_trusted_more_than_the_manifests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "AT_ONCE", 3)
+    monkeypatch.setattr(listing_cache, "AT_ONCE", 3)
     made = Handmade(tmp_path / "repository", 1)
     storage, repository = made.repository.storage, made.repository
     for name, data in many(made, 7).items():
@@ -300,13 +300,13 @@ def test_an_index_is_never_trusted_more_than_the_manifests(
     for known in (3, 6, 7, 7):
         repository.write_index()
         sizes = repository._sizes()
-        assert len(index.read_index(storage, repository.id, sizes)) == known
+        assert len(listing_cache.read_index(storage, repository.id, sizes)) == known
         assert repository.chain(indexed=True).links == expected
         assert len(storage.names("index/")) == 1
     # Who has read all of them anyhow puts all of them in.
-    index.remove_index(storage)
+    listing_cache.remove_index(storage)
     assert upr_backup(tmp_path / "repository", "prune").exit_code == 0
-    assert len(index.read_index(storage, repository.id, repository._sizes())) == 7
+    assert len(listing_cache.read_index(storage, repository.id, repository._sizes())) == 7
     place = tmp_path / "repository" / storage.names("index/")[0]
     good = place.read_bytes()
     for junk in (b"", good[:-1], bytes(100), b"upr-backup 2 " + b"0" * 64 + b"\n"):
@@ -319,16 +319,16 @@ def test_an_index_is_never_trusted_more_than_the_manifests(
             if type(value) is not type(rows[0][at]) or value == -1:
                 bad = [[*rows[0][:at], value, *rows[0][at + 1 :]], *rows[1:]]
                 place.write_bytes(seal({"repository": repository.id, "links": bad}))
-                assert index.read_index(storage, repository.id, sizes) == {}, (at, value)
+                assert listing_cache.read_index(storage, repository.id, sizes) == {}, (at, value)
     place.write_bytes(seal({"repository": repository.id, "links": [[], 5]}))
     assert repository.chain(indexed=True).links == expected
     # An index that tells of other backups than there are: by another repository, or from before a repair.
-    index.write_index(storage, "0" * 32, made.links, sizes)
-    assert index.read_index(storage, repository.id, sizes) == {}
+    listing_cache.write_index(storage, "0" * 32, made.links, sizes)
+    assert listing_cache.read_index(storage, repository.id, sizes) == {}
     other = Handmade(tmp_path / "other", 1)
     many(other, 7)
-    index.write_index(storage, repository.id, other.links, sizes)
-    assert index.read_index(storage, repository.id, sizes) == {}
+    listing_cache.write_index(storage, repository.id, other.links, sizes)
+    assert listing_cache.read_index(storage, repository.id, sizes) == {}
     assert repository.chain(indexed=True).links == expected
     # A manifest that is not the one that the index told of is not restored by it.
     place.write_bytes(good)

@@ -15,7 +15,7 @@ from upr.storage.store import Store
 from upr_protocol.block import U64
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS
-from upr_protocol.places import place_number
+from upr_protocol.write_places import place_number
 
 P, Q, ID = 3, 4, 77
 NAME = b"w"

@@ -3,10 +3,10 @@
 import click
 
 from upr import __version__
-from upr.cli.bench import bench
-from upr.cli.follow import follow
-from upr.cli.keys import delete, dump, get, set_
-from upr.cli.load import load
+from upr.cli.cat_commands.bench import bench
+from upr.cli.cat_commands.follow import follow
+from upr.cli.cat_commands.keys import delete, dump, get, set_
+from upr.cli.cat_commands.load import load
 from upr_cli_kit.output import Group, add_examples, verbose_option
 
 

@@ -37,8 +37,8 @@ from upr_protocol.errors import (
 )
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS, PRODUCER_MEMORY_BYTES, SEQNO_MAX
-from upr_protocol.places import FIRST_PLACE_NUMBER
 from upr_protocol.wire.codec import check_encoded
+from upr_protocol.write_places import FIRST_PLACE_NUMBER
 
 
 @dataclass(slots=True)

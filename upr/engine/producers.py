@@ -7,7 +7,7 @@ partition has always applied a prefix of the sequence, and refused numbers need 
 
 Tail entries record what is in the tail, the store what was flushed; a producer itself is small.
 
-Numbers of places (see ``upr_protocol.places``) are for several senders under one name whose content may differ. The
+Numbers of places (see ``upr_protocol.write_places``) are for several senders under one name whose content may differ. The
 content that has a place is stored like the number of a partition, of "partition" 1024 + place. It stays when what was
 applied is undone: then only the same content may come there again.
 """
@@ -28,7 +28,7 @@ from upr_protocol.block import RUN, Runs
 from upr_protocol.errors import ContentDiffersError, InvalidArgumentError, OutOfOrderError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS, PRODUCER_BYTES, WRITE_NUMBER_MAX
-from upr_protocol.places import FIRST_PLACE_NUMBER, place_is_taken, place_number, place_of
+from upr_protocol.write_places import FIRST_PLACE_NUMBER, place_is_taken, place_number, place_of
 
 
 @dataclass(slots=True)

@@ -19,8 +19,8 @@ from upr.service.calls import answering, chosen_partitions, loop_micros, read_op
 from upr.service.conversation import check_consumer, read_options
 from upr.service.follow import FollowCall
 from upr.service.overload.callers import Callers, peer_of
+from upr.service.overload.frame_rounds import Rounds
 from upr.service.overload.intake import Context, Intake, abort
-from upr.service.overload.pace import Rounds
 from upr.service.overload.sending import SendingRoom
 from upr.service.replica_tables import cut_message
 from upr.service.storage_trouble import words_of

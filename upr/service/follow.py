@@ -29,8 +29,8 @@ from upr.service.buckets.bucket_service import BucketService, unreadable
 from upr.service.calls import parsed
 from upr.service.conversation import PLAIN_AT_ONCE_BYTES, Conversation, Found, Outgoing
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, seconds_of_streams
+from upr.service.overload.frame_rounds import Rounds
 from upr.service.overload.intake import Context, Intake, shed_error
-from upr.service.overload.pace import Rounds
 from upr.service.overload.sending import Sender, SendingRoom
 from upr.service.replica_tables import TableFeed
 from upr.service.sight import tracing

@@ -33,7 +33,7 @@ from upr_backup.errors import (
     RepositoryError,
     is_damage,
 )
-from upr_backup.repository import Storage, index
+from upr_backup.repository import Storage, listing_cache
 from upr_backup.repository.chain import Chain, Link
 from upr_backup.repository.documents import (
     NOT_WRITTEN_HERE,
@@ -49,7 +49,7 @@ from upr_backup.repository.documents import (
     unseal,
 )
 from upr_backup.repository.encryption import EncryptedStorage, check_key, mark
-from upr_backup.repository.index import manifest_name
+from upr_backup.repository.listing_cache import manifest_name
 from upr_protocol.errors import AlreadyExistsError
 
 _OWN = "repository.json"
@@ -217,7 +217,7 @@ class Repository:
         known: Mapping[int, Link] = {}
         if indexed:
             sizes = self._sizes()
-            numbers, known = set(sizes), index.read_index(self.storage, self.id, sizes)
+            numbers, known = set(sizes), listing_cache.read_index(self.storage, self.id, sizes)
         else:
             numbers = self._numbers()
         if not numbers:
@@ -388,13 +388,13 @@ class Repository:
         """
         sizes = self._sizes()
         if whole:
-            index.write_index(self.storage, self.id, whole, sizes)
+            listing_cache.write_index(self.storage, self.id, whole, sizes)
             return
-        known = index.read_index(self.storage, self.id, sizes)
+        known = listing_cache.read_index(self.storage, self.id, sizes)
         first = max(known, default=min(sizes, default=1) - 1) + 1
         links = list(known.values())
         before = self._loaded(links[-1]) if links else None
-        for number in range(first, min(max(sizes, default=0) + 1, first + index.AT_ONCE)):
+        for number in range(first, min(max(sizes, default=0) + 1, first + listing_cache.AT_ONCE)):
             manifest, digest = self._read_manifest(number)
             if before is not None:
                 if manifest.parent_sha256 != links[-1].sha256:
@@ -403,7 +403,7 @@ class Repository:
             links.append(Link.of(manifest, digest))
             before = manifest
         if len(links) > len(known):
-            index.write_index(self.storage, self.id, links, sizes)
+            listing_cache.write_index(self.storage, self.id, links, sizes)
 
     def behind(self, last: int) -> list[str]:
         """Return the documents of numbers behind one: manifests, those that are lost too, merged bases and expiries."""
@@ -424,7 +424,7 @@ class Repository:
         The data stays until there are other backups of the numbers. Each document that can be read is kept as it is stored,
         encrypted under its old name where it is, so that it counts again where it is put back.
         """
-        index.remove_index(self.storage)
+        listing_cache.remove_index(self.storage)
         # Manifests last, the newest of them first: broken off in between, the rest is damaged where it was.
         for name in sorted(names, reverse=True):
             data = b""
@@ -644,7 +644,9 @@ class Repository:
     def lost_manifests(self, last: int) -> list[str]:
         """Return the manifests behind a number whose data is there, and that no run is under way for."""
         numbers = {
-            number_in(name) for folder in (DATA, index.INDEX) for name in self.storage.names(folder)
+            number_in(name)
+            for folder in (DATA, listing_cache.INDEX)
+            for name in self.storage.names(folder)
         }
         staged = {number_in(name) for name in self.storage.names(STAGING)}
         lost = (numbers | set(self._merged_names())) - staged - self._aside()

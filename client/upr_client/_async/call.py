@@ -37,7 +37,7 @@ from upr_client.endpoints import (
     is_elsewhere,
     was_not_done,
 )
-from upr_client.routing import Route, Servers
+from upr_client.server_choice import Route, Servers
 from upr_protocol.errors import BehindError, ClosedError, UnavailableError, UprError
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin_pb2

@@ -20,10 +20,10 @@ from upr_client.changes.events import (
     batch_of,
 )
 from upr_client.changes.groups import Membership, Ownership, fenced, is_of_group
-from upr_client.changes.incoming import Incoming, named
 from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock, Reconnecting, ack_message, start_message
 from upr_client.changes.options import ChangesOptions
+from upr_client.changes.partition_states import PartitionStates, named
 from upr_client.changes.status import ChangesStatus, Progress
 from upr_protocol.block import U64
 from upr_protocol.consumer import Consumer, Fate, State, fate_of
@@ -86,7 +86,7 @@ class Saving:
     """Saving of positions: changed ones, those due before a Start, and failed saves.
 
     Args:
-        incoming: holds the positions of what was received.
+        states: holds the positions of what was received.
         ledger: moves them back to what was acknowledged; None when asking for more acknowledges.
         ownership: of positions that are kept in the server; None for others.
     """
@@ -94,14 +94,14 @@ class Saving:
     def __init__(
         self,
         options: ChangesOptions,
-        incoming: Incoming,
+        states: PartitionStates,
         ledger: Ledger | None,
         ownership: Ownership | None,
         clock: Clock,
     ) -> None:
         self._seconds = options.tuning.save_seconds
         self._is_of_use = options.store is not None or ownership is not None
-        self._incoming = incoming
+        self._states = states
         self._ledger = ledger
         self._ownership = ownership
         self._clock = clock
@@ -118,13 +118,13 @@ class Saving:
     def has_changed(self) -> bool:
         """Return whether a position differs from the stored one."""
         ledger = self._ledger
-        return self._incoming.session.has_changed or (ledger is not None and ledger.has_changed)
+        return self._states.session.has_changed or (ledger is not None and ledger.has_changed)
 
     @property
     def must(self) -> bool:
         """Return whether a position must be stored before any Start: after a crash in between the old one must not be
         found."""
-        return self._incoming.must_save != self._musts_stored
+        return self._states.must_save != self._musts_stored
 
     def is_due(self, now: float, hurry: bool) -> bool:
         """Return whether to store now; with ``hurry`` all changes are due."""
@@ -151,11 +151,11 @@ class Saving:
         """Return the partitions whose positions may have changed; ``stored`` or ``failed`` follows."""
         self._saved_at = self._clock.now()
         # Positions that change during the save are stored next.
-        self._musts_taken = self._incoming.must_save
-        changed = set(self._incoming.session.take_changed())
+        self._musts_taken = self._states.must_save
+        changed = set(self._states.session.take_changed())
         if self._ledger is not None:
             changed |= self._ledger.take_changed()
-        return sorted(changed.intersection(self._incoming.session.partitions))
+        return sorted(changed.intersection(self._states.session.partitions))
 
     def news(self, positions: Mapping[int, Position]) -> dict[int, Position]:
         """Return those that are not what was stored last: what is received and not acknowledged moves no position."""
@@ -171,8 +171,8 @@ class Saving:
 
     def failed(self, positions: Iterable[int], *, wait: bool = False) -> None:
         """They could not be stored; ``wait``: try again after a pause only, which grows."""
-        self._incoming.session.mark_changed(
-            set(positions).intersection(self._incoming.session.partitions)
+        self._states.session.mark_changed(
+            set(positions).intersection(self._states.session.partitions)
         )
         if wait:
             seconds = backoff.delay(self._failures, self._clock.random())
@@ -239,8 +239,8 @@ class Following:
         self._say = say
         self._clock = clock
         self._keys = RecentKeys(options.tuning.recent_key_bytes)
-        self._incoming = Incoming(options.session({}, bucket), self.progress, say, clock)
-        self._saving = Saving(options, self._incoming, self.ledger, self.ownership, clock)
+        self._states = PartitionStates(options.session({}, bucket), self.progress, say, clock)
+        self._saving = Saving(options, self._states, self.ledger, self.ownership, clock)
         self._calls = Reconnecting(
             options.tuning.heartbeat_seconds,
             options.tuning.retry_seconds,
@@ -257,12 +257,12 @@ class Following:
     @property
     def session(self) -> Consumer:
         """The state machine of the partitions."""
-        return self._incoming.session
+        return self._states.session
 
     @property
     def handshakes(self) -> deque[tuple[int, str, str]]:
         """The newest rollback answers: partition, rule, words."""
-        return self._incoming.handshakes
+        return self._states.handshakes
 
     def load(self, positions: Mapping[int, Position]) -> None:
         """Go on from stored positions; before anything else.
@@ -270,7 +270,7 @@ class Following:
         Raises:
             PositionBucketError: a position is of a bucket of another name.
         """
-        self._incoming.session = self._options.session(positions, self.session.bucket)
+        self._states.session = self._options.session(positions, self.session.bucket)
         self._begin(self.session.partitions)
         self._calls.heard()
         self._saving.load()
@@ -474,7 +474,7 @@ class Following:
         self._keys.rolled_back(partition, rollback.seqno)
         if self.ledger is not None:
             self.ledger.rolled_back(partition, self.session.position(partition))
-        self._incoming.must_save += 1
+        self._states.must_save += 1
 
     # The call.
 
@@ -511,7 +511,7 @@ class Following:
         messages = []
         waits: list[float] = []
         if not self._saving.must:
-            due, next_due = self._incoming.retries.split(self.session.ready(), now)
+            due, next_due = self._states.retries.split(self.session.ready(), now)
             if due:
                 messages.append(start_message(self.session, due, self._options.until_now))
             if next_due is not None:
@@ -704,29 +704,29 @@ class Following:
         if kind == "frame":
             return Outcome(self._take_frame(message.frame))
         if kind == "start_answers":
-            fatal = self._incoming.take_answers(message.start_answers)
-            elsewhere = self._incoming.elsewhere if self._options.any_server else None
+            fatal = self._states.take_answers(message.start_answers)
+            elsewhere = self._states.elsewhere if self._options.any_server else None
             if elsewhere is not None and self._calls.leaves(self._endpoint, self._servers):
-                self._incoming.retries.moved()
+                self._states.retries.moved()
                 return Outcome(lost=elsewhere, fatal=fatal)
             self._calls.answered()
             if self.session.all_started:
                 self._calls.all_started()
-            if begun := self._incoming.take_begun():
+            if begun := self._states.take_begun():
                 self._begin(sorted(begun))
         elif kind == "heartbeat":
             self._calls.beat()
             self.session.highs(np.arange(PARTITIONS), highs)
         elif kind == "ended":
-            fatal = self._incoming.take_ended(message.ended)
+            fatal = self._states.take_ended(message.ended)
         elif kind == "opened":
             raise ProtocolError("the server sent Opened twice")
-        if fatal is None and self._incoming.stuck and self._options.group is None:
-            fatal = self._incoming.nothing_left()
+        if fatal is None and self._states.stuck and self._options.group is None:
+            fatal = self._states.nothing_left()
         return None if fatal is None else Outcome(fatal=fatal)
 
     def _take_frame(self, frame: stream_pb2.Frame) -> ChangeBatch | None:
-        delivery = self._incoming.take_frame(frame)
+        delivery = self._states.take_frame(frame)
         if delivery is None:
             return None
         self._calls.brought()

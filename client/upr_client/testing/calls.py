@@ -41,7 +41,6 @@ from upr_protocol.limits import (
     PARTITIONS,
     WRITES_IN_FLIGHT_MAX,
 )
-from upr_protocol.places import FIRST_PLACE_NUMBER, place_is_taken, place_of
 from upr_protocol.wire.codec import (
     block_of_write,
     block_to_message,
@@ -53,6 +52,7 @@ from upr_protocol.wire.grpc import code_of, metadata_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
+from upr_protocol.write_places import FIRST_PLACE_NUMBER, place_is_taken, place_of
 
 LONGEST_WAIT_SECONDS: Final = 3600.0
 

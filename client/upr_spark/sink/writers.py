@@ -2,7 +2,7 @@
 
 A chunk's digest is one of who writes (the job or query, its batch, the task's partition), of all chunks of the task
 before it, and of its own blocks. The chunks of a task go to the places of a name, one after the other (see
-``upr_protocol.places``). So the same chunk sent by another attempt of the task is applied once. From the first
+``upr_protocol.write_places``). So the same chunk sent by another attempt of the task is applied once. From the first
 difference on, in content or in order, everything has another digest: the server refuses it there, and it goes to the
 places of another name, which the first of these digests makes.
 Where a chunk ends depends on the rows alone, and not on the record batches in which Spark hands them over. A chunk is on
@@ -39,7 +39,7 @@ from upr_client.lowlevel import write_blocks
 from upr_client.types import Bucket
 from upr_protocol.block import Block
 from upr_protocol.errors import ContentDiffersError, UnknownOutcomeError, UprError
-from upr_protocol.places import PLACE_BLOCKS, PLACES, place_number
+from upr_protocol.write_places import PLACE_BLOCKS, PLACES, place_number
 from upr_spark.errors import UprSparkError, bad_option
 from upr_spark.sink.options import SinkOptions, read_sink_options
 from upr_spark.sink.rows import check_named, check_schema, columns_of

@@ -24,8 +24,8 @@ from upr_client.types import WriteResults
 from upr_protocol.block import build_block
 from upr_protocol.errors import ContentDiffersError, OutOfOrderError
 from upr_protocol.partitioning import partition_of
-from upr_protocol.places import place_number
 from upr_protocol.wire.v1 import types_pb2
+from upr_protocol.write_places import place_number
 
 KEY, OTHER = b"key", b"another"
 P, Q = partition_of(KEY), partition_of(OTHER)

@@ -30,7 +30,7 @@ from upr.engine.recovery import Recovered, Undo, recover
 from upr.engine.streams import moved
 from upr.service import storage_trouble
 from upr.service.buckets.compactor import Compactor
-from upr.service.buckets.disk import Disk
+from upr.service.buckets.disk_threads import Disk
 from upr.service.buckets.flusher import Flusher
 from upr.service.buckets.keepers import (
     ConsumerSaver,

@@ -34,7 +34,7 @@ from upr.engine.compaction import (
     purge_limits,
 )
 from upr.service import storage_trouble
-from upr.service.buckets.disk import Disk
+from upr.service.buckets.disk_threads import Disk
 from upr.service.buckets.keepers import finish_even_if_cancelled, pause
 from upr.service.buckets.room import merge_room
 from upr.storage.blocks import BlockRange, Head, Replacement

@@ -11,7 +11,7 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket, FlushPlan
 from upr.service import storage_trouble
-from upr.service.buckets.disk import Disk
+from upr.service.buckets.disk_threads import Disk
 from upr.storage.compact import FlushSlice, Merged
 from upr.storage.keyspace import ProducerNumbers
 

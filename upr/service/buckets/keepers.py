@@ -26,7 +26,7 @@ from upr.engine.cuts import Cut
 from upr.engine.groups import NEVER, Owners, fenced
 from upr.engine.producers import ProducerCall
 from upr.service import storage_trouble
-from upr.service.buckets.disk import Disk
+from upr.service.buckets.disk_threads import Disk
 from upr.service.storage_trouble import Troubles
 from upr.storage.keyspace import ConsumerRow, CutRow, ProducerRow
 from upr_protocol.errors import (

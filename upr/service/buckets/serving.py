@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from upr.engine.bucket import Bucket, Written
-from upr.service.buckets.disk import Disk
+from upr.service.buckets.disk_threads import Disk
 from upr_protocol.errors import PartitionNotActiveError, UnknownOutcomeError
 
 WAIT_SECONDS = 2.0

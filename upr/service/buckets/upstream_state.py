@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from upr.engine.bucket import Bucket
 from upr.engine.cuts import Cut
-from upr.service.buckets.disk import Disk
+from upr.service.buckets.disk_threads import Disk
 from upr_protocol.block import U64
 from upr_protocol.errors import UprError
 from upr_protocol.limits import PARTITIONS

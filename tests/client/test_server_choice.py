@@ -3,7 +3,7 @@
 import pytest
 
 from upr_client.endpoints import is_server_name
-from upr_client.routing import STAYS_MAX, Route, Servers
+from upr_client.server_choice import STAYS_MAX, Route, Servers
 from upr_protocol.errors import (
     BehindError,
     NoRoomError,

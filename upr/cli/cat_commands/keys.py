@@ -123,7 +123,7 @@ def dump(partitions: list[int] | None, key_prefix: str, target: str, bucket: str
 
     Each partition is in a state that it had. All of it is in memory before the first line.
     """
-    from upr.cli.rows import row_line
+    from upr.cli.cat_commands.row_formats import row_line
     from upr_client import Only
 
     with open_client(target) as client:

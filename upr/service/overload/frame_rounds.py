@@ -1,4 +1,4 @@
-"""The pace of small frames: followers that wait for changes send in rounds, and rounds come less often under load.
+"""Rounds of small frames, and their pace: followers that wait for changes send in rounds, and rounds come less often under load.
 
 A commit wakes every follower, and a frame costs much the same whatever is in it, at both ends. So small frames go out in
 rounds, in each of which every waiting follower sends one. The time from one round to the next is a multiple of what the

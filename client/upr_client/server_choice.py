@@ -1,4 +1,4 @@
-"""Routing, without I/O: the servers that a client knows, which of them is called, and which one next.
+"""Choice of a server, without I/O: those that a client knows, which of them is called, and which one next.
 
 Whoever calls these holds a lock.
 """

@@ -28,7 +28,7 @@ _LASTING: Final = frozenset({"PARTITION_NOT_ACTIVE", "DATA_DAMAGED", "STORAGE_ER
 """Reasons that, if not retriable, make a partition wait for an operator while others continue."""
 
 
-class Incoming:
+class PartitionStates:
     """Takes what the server says about partitions.
 
     Args:

@@ -11,7 +11,7 @@ from typing import IO, Any, TypeVar
 
 import click
 
-from upr.cli.keys import Durability, bucket_there, durability_option
+from upr.cli.cat_commands.keys import Durability, bucket_there, durability_option
 from upr_cli_kit.options import open_client, server_options
 from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_option
 from upr_cli_kit.times import duration
@@ -120,7 +120,7 @@ def load_jsonl(file: Path, key_field: str | None, **options: Any) -> None:
     With --key-field a line may be any object, and is the value as it stands. At a bad line the command ends with status 2;
     what stands before it is written.
     """
-    from upr.cli.rows import parse_line, parse_record, read_rows
+    from upr.cli.cat_commands.row_formats import parse_line, parse_record, read_rows
 
     parse = parse_line if key_field is None else partial(parse_record, key_field=key_field)
     with _opened(file) as (stream, name):
@@ -137,7 +137,7 @@ def load_csv(file: Path, key_field: str | None, **options: Any) -> None:
     Without --key-field they are those of 'upr-cat follow -f csv': key and value, and op, which may say delete.
     Bytes stand as they are. At a bad row the command ends with status 2; what stands before it is written.
     """
-    from upr.cli.rows import read_csv
+    from upr.cli.cat_commands.row_formats import read_csv
 
     with _opened(file) as (stream, name):
         _load(read_csv(stream, name, key_field), **options)
@@ -153,7 +153,7 @@ def load_parquet(file: Path, key_field: str | None, **options: Any) -> None:
     Without --key-field the columns are those of 'upr-backup export': key and value, where null deletes the key. At a bad
     row the command ends with status 2; what stands before it is written.
     """
-    from upr.cli.rows import read_parquet
+    from upr.cli.cat_commands.row_formats import read_parquet
 
     _load(read_parquet(file, key_field), **options)
 
@@ -203,7 +203,7 @@ def load_git(
     paths above the limits, which are named on stderr; such a path is deleted if it was there before. REPO may be
     bare.
     """
-    from upr.cli.git_history import GitHistory, Skipped
+    from upr.cli.cat_commands.git_history import GitHistory, Skipped
 
     skipped = 0
 

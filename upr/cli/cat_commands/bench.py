@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from upr.cli.keys import Durability, bucket_there, durability_option
+from upr.cli.cat_commands.keys import Durability, bucket_there, durability_option
 from upr_cli_kit.options import open_client, server_options
 from upr_cli_kit.output import Progress, output_options, print_json
 from upr_protocol.errors import UnavailableError, UprError

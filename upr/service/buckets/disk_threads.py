@@ -1,4 +1,4 @@
-"""The disk of one open bucket: its journal and store, the threads that own them, and their trouble.
+"""The disk of one open bucket: the threads that own its journal and store, and their trouble.
 
 One thread owns the journal, one makes the store's write transactions, two read. The bucket's background workers are
 handed a Disk.

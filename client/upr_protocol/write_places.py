@@ -1,4 +1,4 @@
-"""Places: write numbers that say where in a sequence blocks belong, and which content they are part of.
+"""Places of writes: numbers that say where in a sequence blocks belong, and which content they are part of.
 
 A number from 2^62 on is bit 62, 10 bits of the place, 40 bits of a digest of the content, and 12 bits that count the
 content's blocks. Of a producer each place has one content: the first that came.

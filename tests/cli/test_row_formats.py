@@ -1,4 +1,4 @@
-"""upr.cli.rows: what load reads and follow prints, without a server."""
+"""upr.cli.cat_commands.row_formats: what load reads and follow prints, without a server."""
 
 import io
 import json
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from upr.cli import rows
-from upr.cli.rows import (
+from upr.cli.cat_commands import row_formats
+from upr.cli.cat_commands.row_formats import (
     batch_lines,
     change_line,
     marker_line,
@@ -152,7 +152,7 @@ def test_a_bad_line_is_named_after_what_precedes_it() -> None:
 
 
 def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LINE_BYTES_MAX", 10)
+    monkeypatch.setattr(row_formats, "LINE_BYTES_MAX", 10)
     with pytest.raises(InvalidArgumentError, match="f:1: a line of more than 10 bytes"):
         list(read_rows(Pipe(b"x" * 100), "f"))
 

@@ -1,4 +1,4 @@
-"""Index of a repository: what a listing shows of its backups, in one object, so that not every manifest is read for it.
+"""Cache of what a listing of backups shows, the repository's index: in one object, so that not every manifest is read for it.
 
 ``index/0000000160.json`` has the links of the manifests up to 160. It is a cache: any process may remove it, and without
 it the manifests are read. It counts for a manifest that is there in the size that it knows, and only when the newest

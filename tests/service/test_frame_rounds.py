@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness import WAIT_SECONDS
-from upr.service.overload.pace import SHARE, TIMER_SECONDS, Pace, Rounds
+from upr.service.overload.frame_rounds import SHARE, TIMER_SECONDS, Pace, Rounds
 from upr_protocol.limits import ROUND_SECONDS_MAX
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import click
 
-from upr.cli.keys import bucket_there
+from upr.cli.cat_commands.keys import bucket_there
 from upr_cli_kit.options import PARTITION_SET, Parsed, open_client, server_options
 from upr_cli_kit.output import note, verbose_option
 from upr_cli_kit.times import duration, parse_time
@@ -132,7 +132,7 @@ def layout_of(text: str) -> Layout | None:
     Raises:
         InvalidArgumentError: it is another word, or something else follows % or a backslash.
     """
-    from upr.cli.rows import csv_line
+    from upr.cli.cat_commands.row_formats import csv_line
 
     named: dict[str, Layout | None] = {"jsonl": None, "csv": csv_line, "raw": _PARTS["v"]}
     if text in named:
@@ -276,7 +276,7 @@ def follow(
 def _follow(
     target: str, bucket: str, options: dict[str, Any], layout: Layout | None, count: int | None
 ) -> None:
-    from upr.cli.rows import csv_key_line, csv_line
+    from upr.cli.cat_commands.row_formats import csv_key_line, csv_line
 
     header = b""
     if layout is csv_line:
@@ -360,7 +360,7 @@ def _print_changes(
     changes: "list[Change]", batch: "ChangeBatch | None", layout: Layout | None
 ) -> None:
     """Print changes, and the markers of the batch of which they are all."""
-    from upr.cli.rows import batch_lines
+    from upr.cli.cat_commands.row_formats import batch_lines
 
     if layout is None:
         _print_lines(batch_lines(changes, batch.markers if batch is not None else ()))
@@ -370,7 +370,7 @@ def _print_changes(
 
 
 def _print_rollback(rollback: "Rollback", layout: Layout | None) -> None:
-    from upr.cli.rows import rollback_line
+    from upr.cli.cat_commands.row_formats import rollback_line
 
     if layout is None:
         _print_lines([rollback_line(rollback)])

@@ -1,0 +1,1 @@
+"""The commands of upr-cat, and what they read and print."""
