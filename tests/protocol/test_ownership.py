@@ -1,4 +1,4 @@
-"""Ownership: each rule of a change of owner in a scenario of its own; under faults in tests/simulation/test_owning."""
+"""Ownership: each rule of a change of owner in a scenario of its own; under faults in tests/simulation/test_ownership."""
 
 from dataclasses import replace
 

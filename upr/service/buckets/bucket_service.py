@@ -99,7 +99,7 @@ class BucketService:
         replica: whether the server is not the active one of its set now: what was active waits, as a replica.
 
     Attributes:
-        following: of a replica: how it follows its upstream; None otherwise.
+        upstream_state: of a replica: how it follows its upstream; None otherwise.
 
     Raises:
         DataDirectoryError: the store is of a newer format, or its compression is unknown here.
@@ -136,7 +136,7 @@ class BucketService:
         self.users: set[Callable[[BucketGoneError], None]] = set()
         """Open calls, each called once when the bucket is dropped."""
         self._on_failure: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self._set_status: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[None]] = set()
         self.disk = Disk(folder, clock or Clock(), room or DiskRoom(folder), self._tell, self.fail)
         try:
             self._open(config)
@@ -292,8 +292,8 @@ class BucketService:
         """Report a change of ``problem`` to the health service."""
         if self._on_failure is not None:
             task = asyncio.create_task(self._on_failure())
-            self._set_status.add(task)
-            task.add_done_callback(self._set_status.discard)
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
     # Writing
 
