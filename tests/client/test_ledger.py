@@ -119,7 +119,7 @@ def test_what_was_never_handed_out_is_an_error() -> None:
 def test_what_was_handed_out_once_is_no_error_when_it_does_not_count_any_more() -> None:
     ledger = begun(3)
     (first, second) = deliver(ledger, [(3, run_of(0, [1], 1, 1)), (3, run_of(1, [2], 2, 2))])
-    ledger.rolled_back(3, at(1, markers=(1,)))
+    ledger.drop_above(3, at(1, markers=(1,)))
     assert not ledger.acknowledge(second)
     ledger.end([3, 4])
     assert ledger.outstanding == 0
@@ -131,7 +131,7 @@ def test_what_was_handed_out_once_is_no_error_when_it_does_not_count_any_more() 
 def test_a_rollback_drops_what_lies_above_and_keeps_what_waits_below() -> None:
     ledger = begun(3)
     first, second = deliver(ledger, [(3, run_of(0, [1], 1, 1)), (3, run_of(1, [2], 2, 2))])
-    ledger.rolled_back(3, at(1, markers=(1,)))
+    ledger.drop_above(3, at(1, markers=(1,)))
     assert ledger.outstanding == 1
     (other,) = deliver(ledger, [(3, run_of(1, [2], 2, 2, b"b"))], b"b")
     assert not ledger.acknowledge(second), "a change of the branch that was undone"
@@ -145,7 +145,7 @@ def test_a_rollback_below_what_was_acknowledged_moves_the_position_back() -> Non
     ledger = begun(3)
     for change in deliver(ledger, [(3, run_of(0, [1], 1, 1)), (3, run_of(1, [2], 2, 2))]):
         ledger.acknowledge(change)
-    ledger.rolled_back(3, at(1, markers=(1,)))
+    ledger.drop_above(3, at(1, markers=(1,)))
     position = ledger.position(3, at(1, markers=(1,)))
     assert (position.seqno, position.horizon, position.markers) == (1, 1, (1,))
     assert 3 in ledger.take_changed()
@@ -220,7 +220,7 @@ def test_what_piled_up_is_undone_where_the_rollback_says() -> None:
     waits, *rest = deliver(ledger, [(3, run_of(s - 1, [s], s, s)) for s in range(1, 7)])
     for change in reversed(rest):
         ledger.acknowledge(change)
-    ledger.rolled_back(3, at(4, markers=(1, 4)))
+    ledger.drop_above(3, at(4, markers=(1, 4)))
     (other,) = deliver(ledger, [(3, run_of(4, [5], 5, 5, b"b"))])
     assert not ledger.acknowledge(rest[3]), "seqno 5 of the branch that was undone"
     assert ledger.position(3, at(5)).seqno == 0

@@ -63,7 +63,7 @@ def test_against_everything_ever_received(steps: list[tuple[int, int, bool]], li
                 ends[partition].pop()
                 at = ends[partition][-1]
                 held[partition] = [s for s in held[partition] if s <= at]
-                keys.rolled_back(partition, at)
+                keys.drop_above(partition, at)
         if received:
             keys.add([join_blocks(received)])
         for partition, its_ends in ends.items():

@@ -35,7 +35,7 @@ async def test_a_write_is_neither_numbered_nor_answered_while_another_may_serve(
             await asyncio.sleep(0)
 
     # It is numbered, and then it is not known any more who serves.
-    take, numbered = host._taken, asyncio.Event()
+    take, numbered = host._wake_committer, asyncio.Event()
 
     def taken(block: Block) -> None:
         nonlocal may
@@ -43,7 +43,7 @@ async def test_a_write_is_neither_numbered_nor_answered_while_another_may_serve(
         take(block)
         numbered.set()
 
-    monkeypatch.setattr(host, "_taken", taken)
+    monkeypatch.setattr(host, "_wake_committer", taken)
     context.send(1, rows(b"a"), durability=durability)
     async with asyncio.timeout(WAIT_SECONDS):
         await numbered.wait()
@@ -54,7 +54,7 @@ async def test_a_write_is_neither_numbered_nor_answered_while_another_may_serve(
     context.send(2, rows(b"b"), durability=durability)
     await rest()
     given = int(high.sum())
-    monkeypatch.setattr(host, "_taken", take)
+    monkeypatch.setattr(host, "_wake_committer", take)
     may = True
     host.disk.changed()
     async with asyncio.timeout(WAIT_SECONDS):

@@ -544,6 +544,8 @@ class Bucket:
     def take_commit(self) -> Commit | None:
         """Return the next commit for the journal; None if there is none. One commit is pending at a time."""
         tail = self.tail
+        # What gathered in memory is encoded here, once for journal, followers and flush.
+        tail.close_open()
         if tail.taken == tail.end or self.failure is not None:
             return None
         first, size = tail.taken, 0

@@ -317,7 +317,7 @@ class RecentKeys:
             found.update((block.keys[ends[row] : ends[row + 1]], None) for row in rows)
         return KeysAbove(tuple(found), int(self._forgotten[partition]) <= seqno)
 
-    def rolled_back(self, partition: int, seqno: int) -> None:
+    def drop_above(self, partition: int, seqno: int) -> None:
         """Drop the keys above the seqno to which a partition rolled back."""
         self._by_partition().drop(partition, seqno)
         self._forgotten[partition] = min(int(self._forgotten[partition]), seqno)

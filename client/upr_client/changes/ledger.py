@@ -225,8 +225,8 @@ class Ledger:
         if not run.left and (index := of.index(run.end)) is not None and of.runs[index] is run:
             of.join(index)
 
-    def rolled_back(self, partition: int, after: Position) -> None:
-        """The data above a position was undone: what was handed out above it does not count any more.
+    def drop_above(self, partition: int, after: Position) -> None:
+        """Forget what was handed out above a position, because the data there was undone.
 
         What lies at or below it and is not acknowledged still waits.
         """

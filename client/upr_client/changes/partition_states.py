@@ -7,14 +7,11 @@ from typing import Final
 import numpy as np
 
 from upr_client import backoff
-from upr_client.changes.events import (
-    decode_frame,
-)
 from upr_client.changes.link import Clock
 from upr_client.changes.status import Progress
 from upr_client.endpoints import is_elsewhere
 from upr_protocol.block import STARTED
-from upr_protocol.consumer import Consumer, Delivery, Fate, State, fate_of
+from upr_protocol.consumer import Consumer, Fate, State, fate_of
 from upr_protocol.errors import ProtocolError, UprError
 from upr_protocol.wire.codec import log_from_messages
 from upr_protocol.wire.grpc import error_of
@@ -61,14 +58,6 @@ class PartitionStates:
         self._clock = clock
         self._rollbacks_in_row: dict[int, int] = {}
         self._begun: list[int] = []
-
-    def take_frame(self, frame: stream_pb2.Frame) -> Delivery | None:
-        """Take a frame; None when nothing in it belongs to an open stream."""
-        delivery = self.session.frame(*decode_frame(frame))
-        if delivery is not None:
-            self.retries.succeeded(delivery.partitions)
-            self._progress.received(delivery, self._clock.now())
-        return delivery
 
     def take_answers(self, message: stream_pb2.StartAnswers) -> UprError | None:
         """Take the answers to Starts; return what cannot be mended by trying again."""

@@ -18,6 +18,7 @@ from upr_client.changes.events import (
     RecentKeys,
     Rollback,
     batch_of,
+    decode_frame,
 )
 from upr_client.changes.groups import Membership, Ownership, fenced, is_of_group
 from upr_client.changes.ledger import Ledger
@@ -471,9 +472,9 @@ class Following:
             # Meanwhile the partition went to another member.
             return
         self.session.rolled_back(partition)
-        self._keys.rolled_back(partition, rollback.seqno)
+        self._keys.drop_above(partition, rollback.seqno)
         if self.ledger is not None:
-            self.ledger.rolled_back(partition, self.session.position(partition))
+            self.ledger.drop_above(partition, self.session.position(partition))
         self._states.must_save += 1
 
     # The call.
@@ -726,9 +727,12 @@ class Following:
         return None if fatal is None else Outcome(fatal=fatal)
 
     def _take_frame(self, frame: stream_pb2.Frame) -> ChangeBatch | None:
-        delivery = self._states.take_frame(frame)
+        delivery = self.session.frame(*decode_frame(frame))
         if delivery is None:
+            # Nothing in it belongs to an open stream.
             return None
+        self._states.retries.succeeded(delivery.partitions)
+        self.progress.received(delivery, self._clock.now())
         self._calls.brought()
         self._keys.add(delivery.blocks)
         batch = batch_of(delivery)

@@ -347,7 +347,7 @@ class BucketService:
         copies = max(copies, self._config.min_copies)
         written = bucket.write(block, name, call, number, now(), stored, copies)
         self.disk.room.take(bucket.tail.bytes - before)
-        self._taken(block)
+        self._wake_committer(block)
         return written
 
     # Receiving
@@ -372,9 +372,10 @@ class BucketService:
             check_map(self.disk.store, before + needed, is_full=self.flusher.map_full)
         bucket.receive(block, data, writes)
         self.disk.room.take(bucket.tail.bytes - before)
-        self._taken(block)
+        self._wake_committer(block)
 
-    def _taken(self, block: Block) -> None:
+    def _wake_committer(self, block: Block) -> None:
+        """Count a block that was added to the tail, and have it journalled."""
         self.disk.counters.ingested_bytes += block.column_bytes
         self.disk.traffic.written_rows += block.rows
         self._work.set()
