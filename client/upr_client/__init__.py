@@ -5,6 +5,10 @@
 ``upr_client.admin``, blocks and the handshake in ``upr_client.lowlevel``.
 """
 
+from upr_client import admin as admin
+from upr_client import errors as errors
+from upr_client import lowlevel as lowlevel
+from upr_client import types as types
 from upr_client._async.client import AsyncClient
 from upr_client._sync.client import Client
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback

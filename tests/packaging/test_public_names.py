@@ -1,6 +1,8 @@
 """Every public name of the SDK is documented."""
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -39,6 +41,12 @@ def without_words(module: ModuleType, names: list[str]) -> Iterator[str]:
 @pytest.mark.parametrize("module", [upr_client, admin, errors, lowlevel, testing, types])
 def test_every_public_name_is_documented(module: ModuleType) -> None:
     assert sorted(set(without_words(module, module.__all__))) == []
+
+
+def test_one_import_is_enough_for_all_that_is_named() -> None:
+    names = "errors.UprError, types.Bucket, admin.ServerStatus, lowlevel.hello"
+    code = f"import upr_client; print({', '.join(f'upr_client.{n}' for n in names.split(', '))})"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_every_error_is_in_the_one_place_for_errors() -> None:
