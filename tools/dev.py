@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -326,7 +327,7 @@ def gen() -> None:
 
 
 def test(arguments: list[str]) -> None:
-    """Lint and the tests; ``--all`` for the long ones too; with arguments for pytest, only what they choose."""
+    """Lint and the tests, with ``--all`` the long ones and a tenth of the mutants too; or only what arguments for pytest choose."""
     everything = arguments == [EVERYTHING]
     if arguments and not everything:
         setup()
@@ -344,7 +345,12 @@ def test(arguments: list[str]) -> None:
         # tried with: that keeps two cores busy.
         chosen = [] if everything else ["-m", "not long"]
         arguments = ["-n", "5", "--dist", "worksteal", *chosen]
-    MAIN.run("tests", ["-m", "pytest", *arguments])
+    with tempfile.TemporaryDirectory() as folder:
+        report = f"{folder}/report.xml"
+        MAIN.run("tests", ["-m", "pytest", *arguments, *([f"--junitxml={report}"] * everything)])
+        if everything:
+            sample = ["--sample", f"--report={report}", "--seconds=60", "--jobs=5"]
+            MAIN.run("a tenth of the mutants", ["-m", "tools.mutants", *sample])
 
 
 STORIES = {
@@ -425,7 +431,8 @@ def parser() -> argparse.ArgumentParser:
             f"--{story}", dest="story", action="store_const", const=story, help=words
         )
     tests = commands.add_parser(
-        "test", help="lint and tests, with --all the long ones too; or pytest with arguments"
+        "test",
+        help="lint and tests, with --all the long ones and some mutants too; or pytest with arguments",
     )
     tests.add_argument("arguments", nargs=argparse.REMAINDER, metavar="PYTEST_ARGUMENT")
     commands.add_parser("lint", help="ruff, mypy, import contracts, generated code, proto rules")
@@ -446,7 +453,7 @@ def parser() -> argparse.ArgumentParser:
     soaking.add_argument("--join-bytes", help="size of what a replica joins first, with --replicas")
     mutations = commands.add_parser(
         "mutants",
-        help="deliberate faults, each must turn a test red; --only NAME, --sample [--seed N], --jobs N, --list [--json]",
+        help="deliberate faults, each must turn a test red; --only NAME, --sample [--seed N] [--seconds S], --jobs N, --list [--json]",
     )
     mutations.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     return reader

@@ -8,10 +8,14 @@ that cannot even be imported tests nothing: both end the run with status 2. Stat
 import argparse
 import ast
 import functools
+import gc
+import importlib
 import json
+import math
 import os
 import queue
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -22,7 +26,7 @@ import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,6 +42,19 @@ SLOW_TESTS = ("tests/simulation/", "tests/crash/")
 """Minutes each: a sample leaves out the mutants that only these find."""
 NOT_CAUGHT_BY = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
 """A test that ends with one of these has met a typing error of the mutant."""
+UNCHANGED = (
+    *("pytest", "pytest_asyncio", "pytest_timeout", "xdist.plugin", "hypothesis", "grpc.aio"),
+    *(
+        "google.protobuf.json_format",
+        "numpy",
+        "lmdb",
+        "click",
+        "zstandard",
+        "pyarrow",
+        "pyspark.sql",
+    ),
+)
+"""What most tests import, and no fault changes."""
 _FIELDS = {"name", "means", "file", "old", "new", "tests"}
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _PACKAGES = ("upr", "upr_client", "upr_protocol", "tests")
@@ -170,15 +187,14 @@ class Tree:
         self.seconds: dict[str, float] = {}
         self.start_seconds = 0.0
         self._report = folder.with_suffix(".xml")
+        self._told = folder.with_suffix(".txt")
+        self._server: subprocess.Popen[bytes] | None = None
         path = [str(folder), str(folder / "client")]
-        # Compiled here and not by the runs: a run would take what another compiled for true when the size and the
-        # second are the same.
         self._environment = {
             **os.environ,
             # More worlds than a run of the tests has: a fault may show in few of them.
             "UPR_SIMULATION_SEEDS": "60",
             "PYTHONPATH": os.pathsep.join(path),
-            "PYTHONDONTWRITEBYTECODE": "1",
         }
 
     def copy(self, root: Path = ROOT) -> None:
@@ -200,6 +216,7 @@ class Tree:
                 target = self.folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(root / name, target)
+        # What is compiled later is checked in the same way: by size and second a fault might not be seen.
         options = ["-q", "--invalidation-mode", "checked-hash", "upr", "client", "tests"]
         compiled = self._python(PLAIN_SECONDS, "-m", "compileall", *options)
         if compiled.returncode:
@@ -254,16 +271,13 @@ class Tree:
         """Run tests without any mutant, and note what each takes."""
         outcome = self._run(tests, PLAIN_SECONDS, PLAIN_SECONDS)
         if self._report.exists():
-            for case in ET.fromstring(self._report.read_text()).iter("testcase"):
-                name = _case_name(case).partition("[")[0]
-                self.seconds[name] = self.seconds.get(name, 0) + float(case.get("time") or 0)
+            self.seconds = times_of(self._report)
         self.start_seconds = max(outcome.seconds - sum(self.seconds.values()), 0)
         return outcome
 
     def run(self, tests: Sequence[str]) -> Outcome:
         """Run tests until the first one fails."""
-        names = {f"{Path(file).stem}::{test}" for file, _, test in map(_parted, tests)}
-        limit = TEST_SECONDS + SLOWER * sum(self.seconds.get(name, 0) for name in names)
+        limit = TEST_SECONDS + SLOWER * sum(self.seconds.get(name, 0) for name in _names(tests))
         # The first test that fails ends the run; those before it took no longer than without the fault.
         return self._run(tests, limit, TEST_SECONDS + SLOWER * self.start_seconds + 2 * limit)
 
@@ -271,25 +285,87 @@ class Tree:
         self._report.unlink(missing_ok=True)
         began = time.monotonic()
         quiet = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", f"--junitxml={self._report}"]
-        limit = f"--timeout={test_seconds:.0f}"
-        try:
-            done = self._python(run_seconds, "-m", "pytest", *quiet, limit, *tests)
-        except subprocess.TimeoutExpired:
+        # That hypothesis was imported before.
+        quiet += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        status = self._pytest([*quiet, f"--timeout={test_seconds:.0f}", *tests], run_seconds)
+        if status is None:
             return Outcome("", f"the run took more than {run_seconds:.0f} s", run_seconds)
         seconds = time.monotonic() - began
         if not self._report.exists():
-            told = (done.stdout + done.stderr).strip().splitlines()
-            return Outcome("", f"pytest ended with {done.returncode}: {told[-1:]}", seconds)
-        return judge(self._report.read_text(), done.returncode, seconds)
+            told = self._told.read_text().strip().splitlines()
+            return Outcome("", f"pytest ended with {status}: {told[-1:]}", seconds)
+        return judge(self._report.read_text(), status, seconds)
+
+    def _pytest(self, arguments: list[str], limit: float) -> int | None:
+        """Run pytest in a fork of a process that has imported much; return its status, None if it took too long."""
+        if self._server is None:
+            self._server = subprocess.Popen(
+                # Not with the folder of this file in front of the copy's.
+                [sys.executable, "-P", __file__, "--serve", str(self._told)],
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        asks, tells = self._server.stdin, self._server.stdout
+        assert asks is not None
+        assert tells is not None
+        asks.write(json.dumps(arguments).encode() + b"\n")
+        asks.flush()
+        process = int(tells.readline())
+        in_time = bool(select.select([tells], [], [], limit)[0])
+        # With the servers that its tests may have started.
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        status = int(tells.readline())
+        return status if in_time else None
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.communicate()
 
 
-def _parted(test: str) -> tuple[str, str, str]:
-    """Return the file, a separator, and the function of a test's id."""
-    return test.partition("[")[0].partition("::")
+def serve(told: str) -> None:
+    """Run pytest with each line of arguments, in a fork each time; say which process it is, and its status.
+
+    Args:
+        told: the file that has what pytest prints.
+    """
+    for name in UNCHANGED:
+        importlib.import_module(name)
+    gc.freeze()
+    for line in sys.stdin:
+        if child := os.fork():
+            print(child, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            continue
+        os.setsid()
+        with open(os.devnull) as nothing, open(told, "w") as output:
+            for file, descriptor in ((nothing, 0), (output, 1), (output, 2)):
+                os.dup2(file.fileno(), descriptor)
+        # As it is where pytest is the program: processes that are forked later import the main module.
+        sys.modules["__main__"] = importlib.import_module("pytest.__main__")
+        sys.exit(importlib.import_module("pytest").main(json.loads(line)))
+
+
+def _names(tests: Iterable[str]) -> set[str]:
+    """Return how a report names the functions of tests."""
+    parts = (test.partition("[")[0].partition("::") for test in tests)
+    return {f"{Path(file).stem}::{function}" for file, _, function in parts}
 
 
 def _case_name(case: ET.Element) -> str:
     return f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+
+
+def times_of(report: Path) -> dict[str, float]:
+    """Return what each test function took, by a report of pytest's; those that were skipped took nothing."""
+    seconds: dict[str, float] = {}
+    for case in ET.fromstring(report.read_text()).iter("testcase"):
+        if case.find("skipped") is None:
+            name = _case_name(case).partition("[")[0]
+            seconds[name] = seconds.get(name, 0) + float(case.get("time") or 0)
+    return seconds
 
 
 def judge(report: str, status: int, seconds: float) -> Outcome:
@@ -368,8 +444,14 @@ def run_plain(trees: Sequence[Tree], tests: Sequence[str], pool: ThreadPoolExecu
         tree.seconds, tree.start_seconds = seconds, start_seconds
 
 
-def try_all(mutants: Sequence[Mutant], jobs: int) -> int:
+def try_all(
+    mutants: Sequence[Mutant], jobs: int, report: Path | None = None, seconds: float = math.inf
+) -> int:
     """Try each mutant; the number of those that survived.
+
+    Args:
+        report: of a run without any mutant, in which all were green; None has the tests run here first.
+        seconds: from when on none is begun.
 
     Raises:
         MutantError: one is out of date or broken, or its tests are red without it.
@@ -380,26 +462,39 @@ def try_all(mutants: Sequence[Mutant], jobs: int) -> int:
     words: dict[str, list[str]] = {"caught": [], "SURVIVED": [], "BROKEN": []}
     free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
 
-    def attempt(mutant: Mutant) -> Outcome:
+    def attempt(mutant: Mutant) -> Outcome | None:
+        if time.monotonic() - began > seconds:
+            return None
         tree = free.get()
         try:
             with tree.changed(mutant):
-                return tree.run(mutant.tests)
+                outcome = tree.run(mutant.tests)
+                # Where the machine stands still, a test that looks at times may not see the fault.
+                return outcome if outcome.failed else tree.run(mutant.tests)
         finally:
             free.put(tree)
 
     with (
         tempfile.TemporaryDirectory(prefix="upr-mutants-") as folder,
         ThreadPoolExecutor(jobs) as pool,
+        ExitStack() as opened,
     ):
         trees = copies(Path(folder), jobs)
-        run_plain(trees, named, pool)
-        say(
-            f"{len(named)} named tests are green without any mutant, {time.monotonic() - began:.0f} s"
-        )
+        for tree in trees:
+            opened.callback(tree.close)
+        if report is None:
+            run_plain(trees, named, pool)
+            say(
+                f"{len(named)} named tests are green without any mutant, {time.monotonic() - began:.0f} s"
+            )
+        else:
+            for tree in trees:
+                tree.seconds = times_of(report)
         for tree in trees:
             free.put(tree)
         for mutant, outcome in zip(mutants, pool.map(attempt, mutants), strict=True):
+            if outcome is None:
+                continue
             if outcome.broken:
                 word, by = "BROKEN", outcome.broken
             elif outcome.failed:
@@ -408,8 +503,9 @@ def try_all(mutants: Sequence[Mutant], jobs: int) -> int:
                 word, by = "SURVIVED", mutant.means
             words[word].append(mutant.name)
             say(f"{word:8} {mutant.name:44} {outcome.seconds:5.1f} s  {by}")
-    caught = len(words["caught"])
-    say(f"{caught} of {len(mutants)} mutants caught in {time.monotonic() - began:.0f} s")
+    caught, tried = len(words["caught"]), sum(map(len, words.values()))
+    left = f", for {len(mutants) - tried} more there was no time" if tried < len(mutants) else ""
+    say(f"{caught} of {tried} mutants caught in {time.monotonic() - began:.0f} s{left}")
     if words["BROKEN"]:
         raise MutantError(f"broken, so that they prove nothing: {', '.join(words['BROKEN'])}")
     return len(words["SURVIVED"])
@@ -426,10 +522,23 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this one")
     parser.add_argument("--sample", action="store_true", help="a random tenth of them")
     parser.add_argument("--seed", type=int, help="of the sample: to have the same one again")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="how long to begin with more"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="of pytest (--junitxml): what is green there is not run first",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many at once (default: 1)")
     parser.add_argument("--list", action="store_true", help="say what there is, and try nothing")
     parser.add_argument("--json", action="store_true", help="with --list: as JSON")
+    parser.add_argument("--serve", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve:
+        serve(options.serve)
+        return 0
     if options.json and not options.list:
         parser.error("--json goes with --list")
     try:
@@ -438,8 +547,11 @@ def main() -> int:
             seed = random.randrange(10**6) if options.seed is None else options.seed
             say(f"a tenth of the mutants: --sample --seed {seed}")
             mutants = sample(mutants, seed)
+        if options.report:
+            green = times_of(options.report)
+            mutants = [one for one in mutants if _names(one.tests) <= green.keys()]
         if not options.list:
-            return 1 if try_all(mutants, options.jobs) else 0
+            return 1 if try_all(mutants, options.jobs, options.report, options.seconds) else 0
     except MutantError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

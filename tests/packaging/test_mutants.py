@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ FAULT = Mutant("doubled", "Doubles.", "upr/half.py", "// 2", "* 2", ("tests/test
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
+def tree(tmp_path: Path) -> Iterator[Tree]:
     """A small tree of the same packages, and the copy of it."""
     root = tmp_path / "root"
     for folder in ("upr", "client/upr_client", "client/upr_protocol", "tests"):
@@ -46,7 +47,8 @@ def tree(tmp_path: Path) -> Tree:
     copy = Tree(tmp_path / "copy" / "tree")
     copy.folder.mkdir(parents=True)
     copy.copy(root)
-    return copy
+    yield copy
+    copy.close()
 
 
 def test_every_mutant_fits_the_tree_and_its_tests_exist() -> None:
@@ -140,6 +142,59 @@ def test_jobs_try_the_mutants_in_trees_of_their_own(
     assert mutants.try_all([FAULT, harmless], 2) == 1
     words = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:-1]]
     assert words == [["caught", "doubled"], ["SURVIVED", "harmless"]]
+
+
+def _reported(folder: Path, *cases: str) -> Path:
+    report = folder / "report.xml"
+    report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    return report
+
+
+def test_what_a_report_has_is_not_run_first_and_none_begins_when_the_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, tree: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = _reported(
+        tmp_path, "<testcase classname='tests.test_half' name='test_half' time='1'/>"
+    )
+    monkeypatch.setattr(mutants, "ROOT", tree.folder)
+    monkeypatch.setattr(mutants, "copies", lambda folder, jobs: [tree])
+    monkeypatch.setattr(Tree, "run_plain", lambda *_: pytest.fail("it was green before"))
+    assert mutants.try_all([FAULT], 1, report) == 0
+    assert tree.seconds == {"test_half::test_half": 1.0}
+    assert mutants.try_all([FAULT], 1, report, seconds=0) == 0
+    words = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in words[:-1]] == [["caught", "doubled"], ["1", "of"]]
+    assert words[-1].startswith("0 of 0 ")
+    assert words[-1].endswith(", for 1 more there was no time")
+
+
+def test_only_what_was_green_in_a_report_is_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = [
+        replace(FAULT, name=name, tests=(f"tests/test_half.py::test_{name}",))
+        for name in ("half", "a", "b")
+    ]
+    cases = [
+        "<testcase classname='tests.test_half' name='test_half[1]'/>",
+        "<testcase classname='tests.test_half' name='test_a'><skipped/></testcase>",
+    ]
+    monkeypatch.setattr(mutants, "read_list", lambda: faults)
+    argv = ["mutants", "--list", "--json", "--report", str(_reported(tmp_path, *cases))]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert mutants.main() == 0
+    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == ["half"]
+
+
+def test_a_fault_that_is_seen_at_the_second_try_is_caught(
+    monkeypatch: pytest.MonkeyPatch, tree: Tree
+) -> None:
+    outcomes = [mutants.Outcome(failed, "", 1.0) for failed in ("", "test_half::test_half")]
+    monkeypatch.setattr(mutants, "ROOT", tree.folder)
+    monkeypatch.setattr(mutants, "copies", lambda folder, jobs: [tree])
+    monkeypatch.setattr(Tree, "run_plain", lambda *_: mutants.Outcome("", "", 1.0))
+    monkeypatch.setattr(Tree, "run", lambda *_: outcomes.pop(0))
+    assert mutants.try_all([FAULT], 1) == 0
 
 
 @pytest.mark.parametrize(("old", "count"), [("// 4", 0), ("number", 2)])
