@@ -36,6 +36,8 @@ TEST_SECONDS = 10
 SLOWER = 4
 """A test that hangs because of a fault has seen it; it need not hang for long: TEST_SECONDS, and SLOWER times what it
 takes on this machine without any mutant."""
+LAST_SECONDS = 10
+"""What a run may take when the time for more is up."""
 PLAIN_SECONDS = 3600
 """Of whatever is done without any mutant."""
 SLOW_TESTS = ("tests/simulation/", "tests/crash/")
@@ -275,11 +277,12 @@ class Tree:
         self.start_seconds = max(outcome.seconds - sum(self.seconds.values()), 0)
         return outcome
 
-    def run(self, tests: Sequence[str]) -> Outcome:
-        """Run tests until the first one fails."""
+    def run(self, tests: Sequence[str], longest: float = math.inf) -> Outcome:
+        """Run tests until the first one fails, for so many seconds at most."""
         limit = TEST_SECONDS + SLOWER * sum(self.seconds.get(name, 0) for name in _names(tests))
         # The first test that fails ends the run; those before it took no longer than without the fault.
-        return self._run(tests, limit, TEST_SECONDS + SLOWER * self.start_seconds + 2 * limit)
+        seconds = TEST_SECONDS + SLOWER * self.start_seconds + 2 * limit
+        return self._run(tests, limit, min(seconds, longest))
 
     def _run(self, tests: Iterable[str], test_seconds: float, run_seconds: float) -> Outcome:
         self._report.unlink(missing_ok=True)
@@ -444,6 +447,20 @@ def run_plain(trees: Sequence[Tree], tests: Sequence[str], pool: ThreadPoolExecu
         tree.seconds, tree.start_seconds = seconds, start_seconds
 
 
+def attempted(mutant: Mutant, tree: Tree, until: float) -> Outcome | None:
+    """Run the tests of a mutant that is made, twice unless they see it; None where there is no time for that."""
+    outcome = None
+    # Where the machine stands still, a test that looks at times may not see the fault.
+    for _ in range(2):
+        left = until - time.monotonic()
+        if left <= 0:
+            return None
+        outcome = tree.run(mutant.tests, left + LAST_SECONDS)
+        if outcome.failed:
+            break
+    return outcome
+
+
 def try_all(
     mutants: Sequence[Mutant], jobs: int, report: Path | None = None, seconds: float = math.inf
 ) -> int:
@@ -463,14 +480,10 @@ def try_all(
     free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
 
     def attempt(mutant: Mutant) -> Outcome | None:
-        if time.monotonic() - began > seconds:
-            return None
         tree = free.get()
         try:
             with tree.changed(mutant):
-                outcome = tree.run(mutant.tests)
-                # Where the machine stands still, a test that looks at times may not see the fault.
-                return outcome if outcome.failed else tree.run(mutant.tests)
+                return attempted(mutant, tree, began + seconds)
         finally:
             free.put(tree)
 

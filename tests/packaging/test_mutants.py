@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -195,6 +196,15 @@ def test_a_fault_that_is_seen_at_the_second_try_is_caught(
     monkeypatch.setattr(Tree, "run_plain", lambda *_: mutants.Outcome("", "", 1.0))
     monkeypatch.setattr(Tree, "run", lambda *_: outcomes.pop(0))
     assert mutants.try_all([FAULT], 1) == 0
+
+
+def test_a_fault_that_hangs_when_the_time_is_up_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tree: Tree
+) -> None:
+    hangs = replace(FAULT, old="return number // 2", new="while True:\n        pass")
+    monkeypatch.setattr(mutants, "LAST_SECONDS", 0)
+    with tree.changed(hangs):
+        assert mutants.attempted(hangs, tree, time.monotonic() + 1) is None
 
 
 @pytest.mark.parametrize(("old", "count"), [("// 4", 0), ("number", 2)])
