@@ -237,6 +237,54 @@ async def test_a_flush_between_tail_and_store_loses_nothing(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("limits", "threads"),
+    [
+        ([], [False, False]),
+        # The second search finds an index of all that is there.
+        (["storage.search.QUICK_BLOCKS"], [True, False]),
+        (["storage.search.QUICK_BYTES"], [True, False]),
+        # In the first one there is nothing to compare yet.
+        (["storage.search.QUICK_ROWS"], [False, True]),
+        (["storage.search.BITE_BYTES", "service.key_value.BITE_BYTES"], [True, True]),
+    ],
+)
+async def test_a_tail_is_searched_in_the_event_loop_if_that_is_quick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[str], threads: list[bool]
+) -> None:
+    for limit in limits:
+        monkeypatch.setattr(f"upr.{limit}", 1)
+    keys = some_keys(P, 2)
+    async with connected(tmp_path) as (server, client):
+        host = server._catalog.find("default")
+        writer = await client.writer("")
+        for key in keys:
+            await writer.write([(key, b"v")])
+        in_reader, calls = host.disk.in_reader, list[object]()
+
+        async def noted(call: Callable[[], bool]) -> bool:
+            calls.append(call)
+            return await in_reader(call)
+
+        monkeypatch.setattr(host.disk, "in_reader", noted)
+        for expected in threads:
+            calls.clear()
+            assert [one.value for one in await client.get(*keys)] == [b"v", b"v"]
+            assert bool(calls) is expected
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_that_is_dropped_before_a_search_begins_is_gone(tmp_path: Path) -> None:
+    (key,) = some_keys(P, 1)
+    async with connected(tmp_path) as (server, client):
+        host = server._catalog.find("default")
+        await (await client.writer("")).write([(key, b"v")])
+        await server._catalog.drop("default")
+        with pytest.raises(BucketGoneError):
+            await find_newest(host, Lookup([key], 1000))
+
+
+@pytest.mark.asyncio
 async def test_a_few_are_searched_for_at_a_time_and_too_many_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

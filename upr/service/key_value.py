@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -26,8 +27,8 @@ from upr.service.sight import tracing
 from upr.service.sight.counting import count_reason, refusals
 from upr.service.storage_trouble import words_of
 from upr.storage.read import all_begin_with
-from upr.storage.search import Lookup, StoreSearch, TailSearch
-from upr_protocol.block import U64, Block, check_row
+from upr.storage.search import BITE_BYTES, Lookup, StoreSearch, TailSearch
+from upr_protocol.block import Block, check_row
 from upr_protocol.errors import (
     BehindError,
     BucketGoneError,
@@ -87,26 +88,32 @@ async def find_newest(host: BucketService, lookup: Lookup) -> None:
     for partition in lookup.pending:
         if not table.serves(partition):
             lookup.fail([partition], table.refusal(partition))
+    if host.disk.gone is not None:
+        raise host.disk.gone
+    in_tail = _tail_search(host, lookup)
+    if in_tail.is_quick:
+        # Waking a thread takes longer.
+        in_tail.bite(BITE_BYTES)
     floors = np.zeros(PARTITIONS, np.uint64)
     while lookup.pending:
         stored = table.stored.copy()
-        bite = _search(host, lookup, floors)
+        bite = partial(_bite, in_tail, StoreSearch(lookup, host.disk.store, floors))
         while not await host.disk.in_reader(bite):
             pass
         lookup.settle(table.stored == stored)
         floors = stored
+        in_tail = _tail_search(host, lookup)
 
 
-def _search(host: BucketService, lookup: Lookup, floors: U64) -> Callable[[], bool]:
-    """Begin a search of tail and store; return its step, which returns whether the search is done.
-
-    A step goes on from the tail into the store: for most keys one is enough.
-    """
+def _tail_search(host: BucketService, lookup: Lookup) -> TailSearch:
     tail = host.bucket.tail
     first = max(host.tail_keys.end, tail.first)
-    in_tail = TailSearch(lookup, host.tail_keys, first, tail.range(first, tail.end))
-    in_store = StoreSearch(lookup, host.disk.store, floors)
-    return lambda: in_tail.bite() and in_store.bite()
+    return TailSearch(lookup, host.tail_keys, first, tail.range(first, tail.end))
+
+
+def _bite(in_tail: TailSearch, in_store: StoreSearch) -> bool:
+    """Take a bite of tail or store, for most keys of both; return whether the search is done."""
+    return in_tail.bite() and in_store.bite()
 
 
 def written_seqnos(request: wire.GetRequest) -> list[WrittenSeqno]:
@@ -208,7 +215,7 @@ async def _get(host: BucketService, keys: list[bytes]) -> wire.GetResponse:
     size = 0
     for key in keys:
         number = numbers[key]
-        partition = int(lookup.partitions[number])
+        partition = lookup.partitions[number]
         newest = lookup.found.get(number)
         size += len(newest.value or b"") if newest is not None else 0
         if number >= lookup.end or (size > GET_ANSWER_BYTES_MAX and len(response.answers)):

@@ -16,6 +16,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 import google_crc32c
@@ -40,6 +41,7 @@ from upr.storage.blocks import (
     StoredBlock,
     checked,
     column_of,
+    hash_of,
     hashes_of,
     head_of,
     key_hashes,
@@ -48,13 +50,19 @@ from upr.storage.blocks import (
 from upr.storage.store import Store
 from upr_protocol.block import I64, OP_DELETE, U32, U64, Runs, row_bounds
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
-from upr_protocol.partitioning import partitions_of
+from upr_protocol.partitioning import partition_of
 
 FEW = 8
 """Number of hashes up to which one comparison for each is cheaper than a hash table."""
+ROWS_AT_ONCE = 2**16
+"""Rows compared at once from the newest on: their hashes, and the result, stay in the processor's cache."""
 BITE_BYTES = 2 * 2**20
 BITE_BLOCKS = 1000
 """Most bytes and blocks searched before other requests have their turn; one block may be larger."""
+QUICK_BLOCKS = 8
+QUICK_BYTES = 2**18
+QUICK_ROWS = 2**19
+"""Most blocks and bytes indexed, and rows compared for all keys, in a bite of about a millisecond at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class Lookup:
         max_bytes: most bytes of values in the answer; a larger first value is kept.
 
     Attributes:
-        partitions: of each key, int64.
+        partitions: of each key.
         found: by the key's number.
         problems: errors of partitions that cannot be read.
         end: keys from this number on are not answered.
@@ -82,15 +90,17 @@ class Lookup:
     def __init__(self, keys: Sequence[bytes], max_bytes: int) -> None:
         self._numbers = {key: number for number, key in enumerate(keys)}
         self._left = max_bytes
-        self.partitions: I64 = partitions_of(keys).astype(np.int64)
+        self.partitions = list(map(partition_of, keys))
         self.found: dict[int, Newest] = {}
         self.problems: dict[int, UprError] = {}
         self.end = len(keys)
-        self._hashes = hashes_of(np.cumsum([0, *map(len, keys)]), b"".join(keys)).tolist()
+        self._hashes = (
+            hashes_of(np.cumsum([0, *map(len, keys)]), b"".join(keys)).tolist()
+            if len(keys) > FEW
+            else list(map(hash_of, keys))
+        )
         self._open: dict[int, dict[bytes, int]] = {}
-        for (key, number), partition in zip(
-            self._numbers.items(), self.partitions.tolist(), strict=True
-        ):
+        for (key, number), partition in zip(self._numbers.items(), self.partitions, strict=True):
             self._open.setdefault(partition, {})[key] = number
 
     @property
@@ -176,7 +186,7 @@ class Lookup:
             self._left += len(self.found.pop(self.end).value or b"")
             for key, other in self._numbers.items():
                 if other >= self.end:
-                    self._close(int(self.partitions[other]), key)
+                    self._close(self.partitions[other], key)
 
 
 _COLUMNS = SEQNOS, OPS, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES
@@ -193,6 +203,26 @@ def rows_with(hashes: U32, sought: set[int]) -> I64:
         for one in sought:
             found |= hashes == np.uint32(one)
     return np.flatnonzero(found)
+
+
+def newest_with(hashes: U32, sought: set[int]) -> I64:
+    """Return the newest row, ascending, of each hash that is there, and take these hashes out of ``sought``."""
+    if len(sought) > FEW:
+        rows = rows_with(hashes, sought)[::-1]
+        found, at = np.unique(hashes[rows], return_index=True)
+        sought.difference_update(found.tolist())
+        return np.sort(rows[at])
+    newest = []
+    for one in list(sought):
+        # From the end, in parts: what is written all the time has many rows, and only the last one matters.
+        for end in range(len(hashes), 0, -ROWS_AT_ONCE):
+            first = max(end - ROWS_AT_ONCE, 0)
+            rows = np.flatnonzero(hashes[first:end] == np.uint32(one))
+            if len(rows):
+                newest.append(first + rows[-1])
+                sought.remove(one)
+                break
+    return np.array(sorted(newest), np.int64)
 
 
 def places_of(rows: I64, row_ends: I64) -> dict[int, list[int]]:
@@ -279,11 +309,7 @@ class TailPart:
         Args:
             newest: only the newest row of each hash, which is taken out of ``sought``.
         """
-        rows = rows_with(self.hashes, sought)
-        if newest and len(rows):
-            hashes, last = np.unique(self.hashes[rows[::-1]], return_index=True)
-            rows = np.sort(rows[::-1][last])
-            sought.difference_update(hashes.tolist())
+        rows = (newest_with if newest else rows_with)(self.hashes, sought)
         found: dict[int, list[int]] = {number - self.first: [] for number in self.damaged}
         found.update(places_of(rows, self.row_ends))
         return [(self.entries[place], found[place]) for place in sorted(found, reverse=True)]
@@ -292,7 +318,7 @@ class TailPart:
 class TailKeys:
     """Index of the keys in a tail, made by searches, so that a bucket that is only written to pays nothing.
 
-    Reader threads extend it, and the flush drops from it what it drops from the tail.
+    The event loop and reader threads extend it, and the flush drops from it what it drops from the tail.
     """
 
     def __init__(self) -> None:
@@ -363,8 +389,23 @@ class TailSearch:
         self._left: list[tuple[InTail, list[int]]] | None = None
         self._matched: set[int] = set()
 
-    def bite(self) -> bool:
-        """Index or search some entries, from the newest on; return whether the search is done."""
+    @property
+    def is_quick(self) -> bool:
+        """Whether the first bite takes about a millisecond at most, if it searches no more than BITE_BYTES."""
+        new = self._entries
+        rows = sum(len(part.hashes) for part in self._keys.parts)
+        return (
+            len(new) <= QUICK_BLOCKS
+            and sum(len(entry.data) for entry in new) <= QUICK_BYTES
+            and rows * len(self._lookup.sought()) <= QUICK_ROWS
+        )
+
+    def bite(self, most: float = inf) -> bool:
+        """Index or search some entries, from the newest on; return whether the search is done.
+
+        Args:
+            most: bytes of an entry, which goes to the next bite if it has more.
+        """
         if self._left is None:
             if not self._keys.extend(self._first, self._entries):
                 return False
@@ -374,8 +415,11 @@ class TailSearch:
             self._matched -= sought
         size = 0
         while self._left and size < BITE_BYTES:
-            entry, rows = self._left.pop()
+            entry, rows = self._left[-1]
             size += len(entry.data)
+            if size > most:
+                break
+            self._left.pop()
             try:
                 block = checked(entry.data)
             except CorruptBlockError as error:

@@ -18,6 +18,7 @@ import ipaddress
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Final
 from urllib.parse import unquote
 
@@ -96,6 +97,7 @@ _KINDS: Final = {
 _OTHER: Final = ("other", OTHER_CALLS_MAX, "wait for the answers of some")
 
 
+@lru_cache(ACCOUNTS_MAX)
 def peer_of(address: str) -> str:
     """Return the peer of an address as gRPC has it, such as ``ipv4:127.0.0.1:7711``."""
     kind, _, rest = unquote(address).partition(":")
