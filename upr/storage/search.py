@@ -421,13 +421,13 @@ class TailSearch:
                 break
             self._left.pop()
             try:
-                block = checked(entry.data)
+                # One with rows in the index passed its checks when it was indexed; a damaged one has none.
+                block = Encoded(entry.runs, entry.data) if rows else checked(entry.data)
             except CorruptBlockError as error:
                 partitions = entry.runs["partition"].tolist()
                 self._lookup.fail(partitions, DataDamagedError(error.message))
                 continue
-            # A damaged entry has no rows in the index.
-            self._lookup.take(block, rows or range(int(block.runs["count"].sum())))
+            self._lookup.take(block, rows)
         if not self._left and self._matched:
             # The newest row of a hash was of another key: look at all its rows.
             again = self._matched & self._lookup.sought()
