@@ -4,6 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
@@ -126,17 +127,9 @@ def write_request(block: Block, durability: types_pb2.Durability.ValueType) -> k
 
 def result_runs(result: kv_pb2.WriteResult) -> list[Run]:
     """Return the runs that were applied, as ``WriteResults.runs``."""
-    runs = decode_runs(result.runs)
-    ids = list(result.failover_ids) + [0] * (len(runs) - len(result.failover_ids))
-    return list(
-        zip(
-            runs["partition"].tolist(),
-            runs["start_seqno"].tolist(),
-            runs["end_seqno"].tolist(),
-            ids,
-            strict=False,
-        )
-    )
+    runs = decode_runs(result.runs).tolist()
+    ids = [*result.failover_ids, *repeat(0, len(runs) - len(result.failover_ids))]
+    return [(run[0], run[2], run[3], one) for run, one in zip(runs, ids, strict=False)]
 
 
 def partly_refused(refused: Sequence[types_pb2.RefusedPartition], *, applied: bool) -> UprError:
@@ -274,8 +267,8 @@ class Group:
             return
         applied = {run[0]: run for run in runs}
         given = dict.fromkeys(applied, 0)
-        partitions = partitions_of([row.key for row in self.rows]).tolist()
-        for row, partition in zip(self.rows, partitions, strict=True):
+        for row in self.rows:
+            partition = partition_of(row.key)
             run = applied.get(partition)
             if run is not None:
                 given[partition] += 1

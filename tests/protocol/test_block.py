@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.model import partition_of as model_partition_of
 from upr_client.testing.memory import run_block
 from upr_client.writing import write_request
 from upr_protocol.block import (
+    FEW_ROWS,
     Block,
     block_keys,
     block_ops,
@@ -66,7 +68,10 @@ rows_strategy = st.lists(
 
 def numbered(rows: Rows, start: int = 0) -> Block:
     """The block that the server makes of a Write: every partition begins at ``start``."""
-    block = build_block([k for k, _ in rows], [v for _, v in rows])
+    return as_numbered(build_block([k for k, _ in rows], [v for _, v in rows]), start)
+
+
+def as_numbered(block: Block, start: int) -> Block:
     runs = block.runs.copy()
     runs["start_seqno"] = start
     runs["end_seqno"] = start + runs["count"].astype(np.uint64)
@@ -275,6 +280,53 @@ def test_a_lying_block_is_refused(what: str, change: dict[str, Any], words: str)
     check_block(sealed(honest))
     with pytest.raises(InvalidArgumentError, match=words):
         check_block(sealed(replace(honest, **change)))
+
+
+@given(
+    rows_strategy.filter(lambda rows: len(rows) <= FEW_ROWS),
+    st.booleans(),
+    st.booleans(),
+    st.data(),
+)
+def test_few_rows_are_built_and_judged_as_many_are(
+    rows: Rows, of_write: bool, chosen: bool, data: Any
+) -> None:
+    partitions = np.arange(len(rows), 0, -1, dtype=np.uint32) // 2 if chosen else None
+
+    def built() -> Block:
+        block = build_block([k for k, _ in rows], [v for _, v in rows], partitions)
+        return block if of_write else as_numbered(block, 7)
+
+    def verdict(block: Block) -> str:
+        try:
+            check_block(block, numbered=not of_write)
+        except InvalidArgumentError as error:
+            return repr(error)
+        return ""
+
+    block = built()
+    with mock.patch("upr_protocol.block.FEW_ROWS", 0):
+        assert table(built()) == table(block)
+        assert (built().columns, built().columns_crc) == (block.columns, block.columns_crc)
+    assert not verdict(block)
+    what = data.draw(
+        st.sampled_from(["runs", "ops", "key_offsets", "value_offsets", "keys", "values"])
+    )
+    if what == "runs":
+        changed: Any = block.runs.copy()
+        field = data.draw(
+            st.sampled_from(["partition", "count", "start_seqno", "end_seqno", "horizon"])
+        )
+        numbers = st.sampled_from([0, 1, 2, 7, 8, 9, 1023, 1024, 2**31, 2**32 - 1])
+        changed[field][data.draw(st.integers(0, len(changed) - 1))] = data.draw(numbers)
+    else:
+        changed = bytearray(getattr(block, what) or bytes(len(rows)))
+        changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
+        changed = bytes(changed)[: len(changed) - data.draw(st.integers(0, 1))]
+    lying = sealed(replace(block, **{what: changed}))
+    with mock.patch("upr_protocol.block.FEW_ROWS", 0):
+        expected = verdict(lying)
+    assert verdict(lying) == expected
 
 
 def test_a_wrong_crc_is_refused() -> None:
