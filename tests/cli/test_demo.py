@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,9 +148,7 @@ def batch(start: int, *rows: tuple[bytes, bytes | None]) -> ChangeBatch:
     assert len(runs) == 1
     runs["start_seqno"], runs["end_seqno"] = start, start + len(rows)
     runs["horizon"] = start + len(rows)
-    block.runs.setflags(write=True)
-    block.runs[:] = runs
-    return ChangeBatch([block], [])
+    return ChangeBatch([replace(block, runs=runs)], [])
 
 
 def test_the_follower_s_tree_can_go_back() -> None:
