@@ -46,6 +46,7 @@ from upr_protocol.position_table import (
 )
 
 Indexes = npt.NDArray[np.int64]
+ALL_PARTITIONS: Final = range(PARTITIONS)
 
 
 class State(enum.IntEnum):
@@ -232,7 +233,11 @@ class Consumer:
         self._logs: dict[int, Rows] = {}
         self._born: U64 = np.zeros(PARTITIONS, np.uint64)
         self._begun = np.zeros(PARTITIONS, np.bool_)
-        self.partitions = sorted({check_partition(partition) for partition in partitions})
+        self.partitions = (
+            list(partitions)
+            if partitions is ALL_PARTITIONS
+            else sorted({check_partition(partition) for partition in partitions})
+        )
         self.bucket_version = 0
         self._until_now, self._lasting = until_now, lasting
         self._inclusive = inclusive or beginning is not None
@@ -790,6 +795,10 @@ class Consumer:
             self._log(partition),
             self.bucket,
         )
+
+    def seqnos(self, partitions: Indexes) -> U64:
+        """The acknowledged seqnos of partitions, as they are now."""
+        return self._seqno[partitions]
 
     def positions(self, partitions: Sequence[int]) -> PositionTable:
         """The acknowledged positions of partitions that are followed, ascending, as they are now."""

@@ -8,7 +8,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -51,6 +51,7 @@ from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub
 
 _logger = logging.getLogger("upr_client")
 
+_STUBS = (ChangeStreamServiceStub, KeyValueServiceStub, AdminServiceStub, ReplicaServiceStub)
 _STREAMS = frozenset({"Follow", "Write"})
 _LEAST_SECONDS = 0.001
 _ACTIVE = types_pb2.PARTITION_STATE_ACTIVE
@@ -124,7 +125,7 @@ class Router:
         return Stubs(streams, keys, admin, sets, endpoint, route, raw)
 
     def raw(self, endpoint: str) -> tuple[Any, ...]:
-        """Return gRPC's own stubs of an endpoint, and its channel, which is made when first needed."""
+        """Return functions that return gRPC's own stubs of an endpoint, and its channel; all are made when first needed."""
         with self._mutex:
             self.check()
             stubs = self._raw.get(endpoint)
@@ -133,13 +134,8 @@ class Router:
                 if channel is None:
                     channel = open_channel(endpoint, CLIENT_OPTIONS, self._credentials)
                     self._channels[endpoint] = channel
-                stubs = self._raw[endpoint] = (
-                    ChangeStreamServiceStub(channel),
-                    KeyValueServiceStub(channel),
-                    AdminServiceStub(channel),
-                    ReplicaServiceStub(channel),
-                    channel,
-                )
+                made = (cache(partial(stub, channel)) for stub in _STUBS)
+                stubs = self._raw[endpoint] = (*made, channel)
             return stubs
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
@@ -207,7 +203,7 @@ class _Service:
             raise AttributeError(name)
         if name in _STREAMS:
             router = self._router
-            method = getattr(router.raw(self._endpoint)[self._number], name)
+            method = getattr(router.raw(self._endpoint)[self._number](), name)
             return lambda requests: method(requests, metadata=router.metadata())
         return partial(self._unary, name)
 
@@ -233,7 +229,7 @@ class _Service:
             left = max(deadline - now(), _LEAST_SECONDS)
             share = left if each is None else min(left, each)
             try:
-                answer = getattr(stubs[self._number], name)(
+                answer = getattr(stubs[self._number](), name)(
                     request, timeout=share, metadata=router.metadata()
                 )
             except Cancelled:

@@ -10,7 +10,7 @@ from upr_client.changes.events import RECENT_KEY_BYTES, Change, Rollback
 from upr_client.changes.ledger import UNACKNOWLEDGED
 from upr_client.endpoints import READ_FROM
 from upr_client.positions import PositionStore
-from upr_protocol.consumer import Beginning, Consumer
+from upr_protocol.consumer import ALL_PARTITIONS, Beginning, Consumer
 from upr_protocol.errors import HandlerError, InvalidArgumentError
 from upr_protocol.failover import check_partition, check_seqno
 from upr_protocol.flow import check_interval, check_window
@@ -22,7 +22,6 @@ from upr_protocol.limits import (
     LEASE_SECONDS,
     LEASE_SECONDS_MAX,
     LEASE_SECONDS_MIN,
-    PARTITIONS,
     check_name,
     choice,
 )
@@ -338,7 +337,7 @@ class ChangesOptions:
         Raises:
             PositionBucketError: a position is of a bucket of another name.
         """
-        followed = range(PARTITIONS) if self.partitions is None else self.partitions
+        followed = ALL_PARTITIONS if self.partitions is None else self.partitions
         return Consumer(
             () if self.group else followed,
             positions,

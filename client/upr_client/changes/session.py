@@ -277,10 +277,10 @@ class Following:
         self._saving.load()
 
     def _begin(self, partitions: Sequence[int]) -> None:
-        table = self.session.positions(partitions)
-        self._keys.begin(table.rows["partition"].astype(np.int64), table.rows["seqno"])
+        at = np.array(partitions, np.int64)
+        self._keys.begin(at, self.session.seqnos(at))
         if self.ledger is not None:
-            for partition, position in table.items():
+            for partition, position in self.session.positions(partitions).items():
                 self.ledger.begin(partition, position)
 
     def next_step(self, connected: bool) -> Step:
