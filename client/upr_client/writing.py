@@ -20,7 +20,13 @@ from upr_protocol.block import (
     join_rows,
     select_runs,
 )
-from upr_protocol.errors import InvalidArgumentError, ProtocolError, UprError, WriteFailedError
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    PartlyWrittenError,
+    ProtocolError,
+    UprError,
+    WriteFailedError,
+)
 from upr_protocol.failover import WriteToken
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
@@ -148,6 +154,14 @@ def partly_refused(refused: Sequence[types_pb2.RefusedPartition], *, applied: bo
     return error
 
 
+def partly_written(why: UprError) -> PartlyWrittenError:
+    """Return the error of a write that partitions, not all, refused at each retry."""
+    return PartlyWrittenError(
+        f"partitions refused their part of a write at each retry; the rest was applied: {why.message}",
+        hint=why.hint,
+    )
+
+
 def part_of(request: kv_pb2.WriteRequest, partitions: Collection[int]) -> kv_pb2.WriteRequest:
     """Return a Write of only some of another's partitions, with its number."""
     write = request.write
@@ -205,7 +219,7 @@ class Kind(NamedTuple):
 
     @property
     def at_once(self) -> int:
-        """Return how many groups may be under way.
+        """Return how many groups may be under way before the next one waits for more to join it.
 
         A message costs much the same whatever is in it: a second one of single rows would only make both late. The
         next group of bundles takes so long to build that the server would wait.
@@ -297,25 +311,40 @@ class Group:
             touched = counts.nonzero()[0]
             missing = touched[~applied[touched]].tolist()
             if missing:
-                why = [
-                    types_pb2.RefusedPartition(partition=p, problem=refused[p])
-                    for p in missing
-                    if p in refused
-                ]
-                bundle.outcome = (
-                    partly_refused(why, applied=len(missing) < len(touched))
-                    if why
-                    else copy.copy(error)
+                bundle.outcome = _failure_of(
+                    missing, refused, error, applied=len(missing) < len(touched)
                 )
             else:
-                begin = starts[touched]
                 # 0 where the seqnos are no longer known.
-                end = np.where(known[touched] > 0, begin + counts[touched].astype(np.uint64), 0)
+                first = np.where(known[touched] > 0, starts[touched], 0)
+                last = np.where(known[touched] > 0, first + counts[touched].astype(np.uint64), 0)
                 bundle.outcome = list(
-                    zip(*(a.tolist() for a in (touched, begin, end, ids[touched])), strict=True)
+                    zip(*(a.tolist() for a in (touched, first, last, ids[touched])), strict=True)
                 )
             starts[touched] += counts[touched].astype(np.uint64)
             bundle.tell()
+
+
+def _failure_of(
+    missing: Sequence[int],
+    refused: Mapping[int, types_pb2.Problem],
+    error: UprError,
+    *,
+    applied: bool,
+) -> UprError:
+    """Return the error of rows of which some partitions did not apply their part, and whether others did."""
+    if not all(p in refused for p in missing):
+        # Each is raised somewhere else, and gets a traceback of its own.
+        return copy.copy(error)
+    for_good = [
+        types_pb2.RefusedPartition(partition=p, problem=refused[p])
+        for p in missing
+        if not refused[p].retriable
+    ]
+    if for_good:
+        return partly_refused(for_good, applied=applied)
+    for_now = error_of(refused[missing[0]])
+    return partly_written(for_now) if applied else for_now
 
 
 class Gathering:
@@ -363,11 +392,14 @@ class Gathering:
         self._last[row.key] = group.number
 
     def take(self, under_way: Sequence[Kind] = ()) -> Group | None:
-        """Return the group that is to go out next; None for none, or if as many of its kind are under way as may be."""
+        """Return the group that is to go out next; None for none, or if it may grow while others of its kind are under way."""
         if not self._groups:
             return None
         kind = self._groups[0].kind
-        if under_way.count(kind) >= kind.at_once:
+        behind = self._groups[1].kind if len(self._groups) > 1 else None
+        # One that nothing can join any more would wait in vain.
+        grows = behind is None or not (kind.bundles or behind.bundles)
+        if grows and under_way.count(kind) >= kind.at_once:
             return None
         group = self._groups.popleft()
         if self._newest.get(group.kind) is group:

@@ -678,23 +678,21 @@ class Consumer:
         be missing for this reader is started again, up to its horizon.
 
         Raises:
-            ProtocolError: what was received does not reach to where a stream stood.
+            ProtocolError: a stream stood elsewhere than what was received reaches to.
             SnapshotGoneError: such a stream was to end exactly there; what was missed is not to be had.
         """
-        live = [
-            (partition, seqno)
-            for partition, token, seqno in streams
-            if partition < PARTITIONS
-            and self._token[partition] == token
-            and self._state[partition] == _LIVE
-        ]
-        concerned = [partition for partition, _ in live]
-        for partition, seqno in live:
+        concerned = []
+        for partition, token, seqno in streams:
+            if partition >= PARTITIONS or self._token[partition] != token:
+                continue
+            if self._state[partition] != _LIVE:
+                continue
             reached = int(self._seqno[partition])
-            if seqno is not None and seqno != reached:
+            if seqno not in (None, reached):
                 raise ProtocolError(
                     f"partition {partition} ended at seqno {seqno}, and what came before reaches {reached}"
                 )
+            concerned.append(partition)
         state = _STATE_AFTER[fate_of(reason)]
         for partition in concerned:
             self._token[partition] = _NO_TOKEN

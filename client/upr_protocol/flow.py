@@ -163,13 +163,16 @@ class Liveness:
         """Record the sending of any message to the peer."""
         self._sent = max(self._sent, now)
 
-    def woke(self, now: float, due: float) -> None:
-        """Record the end of a wait that was to end at ``due``; an interval late is no silence of the peer's.
+    def woke(self, now: float, due: float) -> float:
+        """Record the end of a wait that was to end at ``due``; return the seconds of a standstill, 0 for none.
 
-        A process that stood still, as its machine did, has not read yet what came meanwhile.
+        Who wakes more than an interval late stood still, as its machine did, and has not read yet what came meanwhile:
+        that is no silence of the peer's.
         """
-        if now - due > self._interval:
-            self._heard = min(self._heard + (now - due), now)
+        if now - due <= self._interval:
+            return 0.0
+        self._heard = min(self._heard + (now - due), now)
+        return now - due
 
     def _heartbeat_at(self) -> float:
         return self._sent + self._interval

@@ -125,7 +125,7 @@ GROUP_ROWS_MAX: Final = 4096
 """Single writes of one bucket object go together in groups of so many rows, and BLOCK_COLUMN_BYTES or one row, while a
 group of their kind is under way."""
 JOINED_BYTES_MAX: Final = BLOCK_COLUMN_BYTES // 2
-"""Rows of a ``write_many`` of so many bytes go together with those of others, while two such groups are under way."""
+"""Rows of a ``write_many`` of up to so many bytes go together with those of others."""
 GATHERED_ROWS_MAX: Final = 4 * GROUP_ROWS_MAX
 """Unanswered single writes of one bucket object; further ones wait before they are taken."""
 WRITE_CALLS_MAX: Final = 1250

@@ -31,6 +31,7 @@ from upr_client.errors import (
     InvalidArgumentError,
     NoRoomError,
     PartitionNotActiveError,
+    PartlyWrittenError,
     StorageFailedError,
     UnknownOutcomeError,
     UprError,
@@ -42,6 +43,7 @@ from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     GATHERED_ROWS_MAX,
     GROUP_ROWS_MAX,
+    JOINED_BYTES_MAX,
     WRITES_IN_FLIGHT_MAX,
 )
 from upr_protocol.partitioning import partition_of
@@ -50,6 +52,7 @@ from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
 
 KEYS = [b"a", b"b", b"c", b"d", b"e"]
+LARGE_ID = 2**64 - 1
 A, B, C, D, E = map(partition_of, KEYS)
 OPENED: list[Step] = [Expect("open"), write_opened(), Expect("write"), Expect("write")]
 BEGIN = [*OPENED, applied(1, (A, 0, 1)), applied(2, (B, 0, 1)), Expect("write")]
@@ -411,45 +414,84 @@ def test_groups_have_one_kind_and_their_bounds_and_keep_the_order_of_each_key(
     assert gathering._last == {}
 
 
-@given(
-    st.lists(SEVERAL, min_size=1, max_size=5),
-    st.dictionaries(KEY, st.sampled_from(["refused", "left out", "forgotten"])),
-)
+FATES = st.sampled_from(["refused", "refused for now", "left out", "forgotten"])
+
+
+@given(st.lists(SEVERAL, min_size=1, max_size=5), st.dictionaries(KEY, FATES))
 def test_each_bundle_is_told_what_its_own_rows_were_given(
     drawn: list[list[Sized]], fates: dict[bytes, str]
 ) -> None:
     group = Group(1, Kind(DISK, False, True), bundles=[bundle_of(rows) for rows in drawn])
+    of = {partition_of(key): fate for key, fate in fates.items()}
     seqnos = {partition_of(key): 7 for key in KEYS}
     expected: list[dict[int, tuple[int, int, int, int]]] = []
     for rows in drawn:
         given: dict[int, tuple[int, int, int, int]] = {}
-        for key, _ in rows:
-            p = partition_of(key)
-            begin = given[p][1] if p in given else seqnos[p]
+        for p in (partition_of(key) for key, _ in rows):
             seqnos[p] += 1
-            given[p] = (p, begin, seqnos[p], ID_A)
+            begin = given[p][1] if p in given else seqnos[p] - 1
+            given[p] = (p, 0, 0, 0) if of.get(p) == "forgotten" else (p, begin, seqnos[p], LARGE_ID)
         expected.append(given)
-    of = {partition_of(key): fate for key, fate in fates.items()}
     runs = [
-        (p, 0, 0, 0) if of.get(p) == "forgotten" else (p, 7, end, ID_A)
+        (p, 0, 0, 0) if of.get(p) == "forgotten" else (p, 7, end, LARGE_ID)
         for p, end in seqnos.items()
-        if end > 7 and of.get(p) not in ("refused", "left out")
+        if end > 7 and of.get(p) in (None, "forgotten")
     ]
-    why = problem_of(PartitionNotActiveError("a replica"))
-    refused = {p: why for p, fate in of.items() if fate == "refused"}
+    refused = {
+        p: problem_of(PartitionNotActiveError(fate, retriable=fate == "refused for now"))
+        for p, fate in of.items()
+        if fate.startswith("refused")
+    }
     group.tell(runs, refused, NoRoomError("full"))
     for bundle, given in zip(group.bundles, expected, strict=True):
-        found = {of.get(p, "") for p in given}
-        if "refused" in found:
-            assert isinstance(bundle.outcome, PartitionNotActiveError)
-        elif "left out" in found:
-            assert isinstance(bundle.outcome, NoRoomError)
+        found = {of.get(p) for p in given}
+        outcome = bundle.outcome
+        if "left out" in found:
+            assert isinstance(outcome, NoRoomError)
+        elif "refused" in found:
+            assert isinstance(outcome, PartitionNotActiveError)
+            assert not outcome.retriable
+        elif found == {"refused for now"}:
+            assert isinstance(outcome, PartitionNotActiveError)
+            assert outcome.retriable
+        elif "refused for now" in found:
+            assert isinstance(outcome, PartlyWrittenError)
         else:
-            assert isinstance(bundle.outcome, list)
-            known = {run for run in bundle.outcome if of.get(run[0]) != "forgotten"}
-            assert known == {run for p, run in given.items() if of.get(p) != "forgotten"}
-            assert {run[0] for run in bundle.outcome} == given.keys()
-            assert all(run[2] == 0 for run in bundle.outcome if run not in known)
+            assert outcome == sorted(given.values())
+
+
+def test_a_group_that_nothing_can_join_any_more_does_not_wait() -> None:
+    sets, deletes = Kind(DISK, False, True), Kind(DISK, True, True)
+    gathering = Gathering()
+    for size in (1, None, None):
+        gathering.add_bundle(bundle_of([(b"a", size)]), DISK)
+    first = gathering.take([sets, sets, deletes, deletes])
+    assert first is not None
+    assert first.kind == sets
+    assert gathering.take([deletes, deletes]) is None
+    both = gathering.take([deletes])
+    assert both is not None
+    assert len(both.bundles) == 2
+
+
+@pytest.mark.asyncio
+async def test_of_writes_that_wait_for_room_the_first_goes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer_module, "WRITES_IN_FLIGHT_MAX", 2)
+    sizes = [1, 1, JOINED_BYTES_MAX, 2]
+    script = [*BEGIN, applied(3, (C, 0, 1)), Expect("write"), applied(4, (C, 1, 2)), HalfClosed()]
+    async with serve(write=[script]) as server:
+        async with AsyncClient(server.target) as client:
+            bucket = client.bucket()
+            tasks = []
+            for key, size in zip([*KEYS[:3], KEYS[2]], sizes, strict=True):
+                tasks.append(asyncio.create_task(bucket.write_many([(key, bytes(size))])))
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
+            await asyncio.gather(*tasks)
+        (heard,) = server.calls["write"]
+    assert [len(write.block.values) for write in heard.of("write")] == sizes
 
 
 async def many(

@@ -195,6 +195,27 @@ async def test_a_server_that_stood_still_hears_what_came_meanwhile(
 
 
 @pytest.mark.asyncio
+async def test_a_consumer_that_takes_nothing_is_ended_by_a_busy_server_too(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow_module, "HALF_CLOSE_SECONDS", 0.1)
+    methods = ChangeStreamMethods(catalog, Intake(), 1, 5.0, reader_seconds=0.5)
+    transport = Transport(heartbeat_seconds=0.3)
+    call = begin(methods, transport)
+    await transport.until(lambda: bool(transport.told))
+    transport.reading.clear()
+    turns = 0
+    while not call.done():
+        turns += 1
+        assert turns < 35, "only a part of the time counts"
+        transport.say(pong=wire.Pong())
+        # The loop is late all the time, but by less than an interval.
+        time.sleep(0.08)  # noqa: ASYNC251
+        await asyncio.sleep(0)
+    await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.asyncio
 async def test_a_small_frame_waits_for_its_round_and_everything_else_does_not(
     methods: ChangeStreamMethods,
 ) -> None:

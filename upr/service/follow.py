@@ -218,9 +218,8 @@ class FollowCall:
             due = loop.time() + left
             await asyncio.wait({sender}, timeout=left)
             now = loop.time()
-            self._liveness.woke(now, due)
             # Nothing could be sent either while the process stood still.
-            self._writing_until += max(now - due, 0.0)
+            self._writing_until += self._liveness.woke(now, due)
             if not sender.done() and self._must_end(now):
                 done, _ = await asyncio.wait({sender}, timeout=HALF_CLOSE_SECONDS)
                 if not done:

@@ -22,6 +22,7 @@ from upr_client.writing import (
     WriteResult,
     part_of,
     partly_refused,
+    partly_written,
     result_runs,
     write_request,
 )
@@ -31,7 +32,6 @@ from upr_protocol.errors import (
     ClosedError,
     InvalidArgumentError,
     OutOfOrderError,
-    PartlyWrittenError,
     UnavailableError,
     UnknownOutcomeError,
     UprError,
@@ -168,8 +168,9 @@ class BlockWriter:
         """
         done = Once()
         row = Row(key, value, done.set)
-        self._gather(lambda: self._gathering.add(row, durability))
-        done.wait()
+        # Those who were cancelled must not pile up behind a slow server.
+        self._row_room.take()
+        self._gather(done, self._row_room, lambda: self._gathering.add(row, durability))
         if isinstance(row.outcome, UprError):
             raise row.outcome
         assert row.outcome is not None
@@ -178,7 +179,7 @@ class BlockWriter:
     def write_rows(self, rows: RowColumns, durability: types_pb2.Durability.ValueType) -> list[Run]:
         """Write at most BLOCK_COLUMN_BYTES of rows, together with what others write at the same time.
 
-        As ``write_row``; at most ``Kind.at_once`` groups are under way.
+        As ``write_row``, but that it waits as ``submit`` does.
 
         Raises:
             ClosedError: the writer was closed.
@@ -186,27 +187,27 @@ class BlockWriter:
         """
         done = Once()
         bundle = Bundle(rows, done.set)
-        self._gather(lambda: self._gathering.add_bundle(bundle, durability))
-        done.wait()
+        # In one queue with blocks: of writes of one key that wait the first goes first.
+        self._room.take()
+        self._gather(done, self._room, lambda: self._gathering.add_bundle(bundle, durability))
         if isinstance(bundle.outcome, UprError):
             raise bundle.outcome
         assert bundle.outcome is not None
         return bundle.outcome
 
-    def _gather(self, add: Callable[[], object]) -> None:
-        """Have something added to what gathers, and sent soon."""
-        # Those who were cancelled must not pile up behind a slow server.
-        self._row_room.take()
+    def _gather(self, done: Once, room: Semaphore, add: Callable[[], object]) -> None:
+        """Have something that has room added to what gathers, and wait for its outcome."""
         with self._mutex:
             try:
                 self._start()
                 add()
             except BaseException:
                 # As in ``submit``.
-                self._row_room.give_back()
+                room.give_back()
                 raise
         # A message costs more than a turn of the loop: those who are about to write come along.
         self._next_turn.ask()
+        done.wait()
 
     def _start(self) -> None:
         """See that the runner runs, before anything is taken: without it what is taken waits for ever.
@@ -226,7 +227,7 @@ class BlockWriter:
 
     def _send_groups(self, *, everything: bool = False) -> None:
         failed: BaseException | None = None
-        while (group := self._gathering.take([] if everything else self._under_way)) is not None:
+        while (group := self._gathering.take(() if everything else self._under_way)) is not None:
             try:
                 write = Write(group.request(), group=group)
             except BaseException as failure:
@@ -245,19 +246,20 @@ class BlockWriter:
         refused: dict[int, types_pb2.Problem],
         error: UprError | None,
     ) -> None:
-        """Tell the rows of a group their outcome, and give their room back."""
+        """Tell the callers of a group their outcome, and give their room back."""
         group.tell(runs, refused, error, self._version)
+        room = self._room if group.kind.bundles else self._row_room
         for _ in group.callers:
-            self._row_room.give_back()
+            room.give_back()
 
     def _add(self, write: Write) -> None:
         if not self._pending:
             self._progress_at = now()
-        rows = 0 if write.group is None else len(write.group.callers)
+        callers = 0 if write.group is None else len(write.group.callers)
         if write.group is not None:
             self._under_way.append(write.group.kind)
-        # Each row has a place in the order, for when its group is split.
-        self._order += max(rows, 1)
+        # Each caller has a place in the order, for when its group is split.
+        self._order += max(callers, 1)
         self._pending[self._order] = write
         if self._dead is not None:
             self._finish(self._order, self._dead)
@@ -596,10 +598,7 @@ class BlockWriter:
         if write.refused is not None:
             if not write.runs:
                 return write.refused
-            return PartlyWrittenError(
-                f"partitions refused their part of a write at each retry; the rest was applied: {write.refused.message}",
-                hint=write.refused.hint,
-            )
+            return partly_written(write.refused)
         return _not_sent(error)
 
 

@@ -509,7 +509,9 @@ class FollowCall:
     def end_stream(self, partition: int, problem: types_pb2.Problem) -> None:
         stream = self._streams.pop(partition, None)
         if stream is not None:
-            ended = stream_pb2.EndedStream(partition=partition, token=stream.token)
+            ended = stream_pb2.EndedStream(
+                partition=partition, token=stream.token, seqno=stream.seqno
+            )
             self._say_ended(stream_pb2.Ended(streams=[ended], problem=problem))
 
     def end_call(self, problem: types_pb2.Problem) -> None:
