@@ -479,7 +479,7 @@ async def test_of_writes_that_wait_for_room_the_first_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(writer_module, "WRITES_IN_FLIGHT_MAX", 2)
-    sizes = [1, 1, JOINED_BYTES_MAX, 2]
+    sizes = [JOINED_BYTES_MAX, JOINED_BYTES_MAX, JOINED_BYTES_MAX, 2]
     script = [*BEGIN, applied(3, (C, 0, 1)), Expect("write"), applied(4, (C, 1, 2)), HalfClosed()]
     async with serve(write=[script]) as server:
         async with AsyncClient(server.target) as client:
