@@ -309,6 +309,7 @@ class Tree:
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                start_new_session=True,
             )
         asks, tells = self._server.stdin, self._server.stdout
         assert asks is not None
@@ -317,8 +318,7 @@ class Tree:
         asks.flush()
         process = int(tells.readline())
         in_time = bool(select.select([tells], [], [], limit)[0])
-        # With the servers that its tests may have started.
-        with suppress(ProcessLookupError):
+        if not in_time:
             os.killpg(process, signal.SIGKILL)
         status = int(tells.readline())
         return status if in_time else None
@@ -340,6 +340,12 @@ def serve(told: str) -> None:
     for line in sys.stdin:
         if child := os.fork():
             print(child, flush=True)
+            with open(os.pidfd_open(child)) as ended:
+                # Whoever asks has ended, or was ended, when there is something to be read meanwhile.
+                select.select([sys.stdin, ended], [], [])
+            # With the servers that its tests may have started.
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
             continue
         os.setsid()

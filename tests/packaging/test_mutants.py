@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -196,6 +197,21 @@ def test_a_fault_that_is_seen_at_the_second_try_is_caught(
     monkeypatch.setattr(Tree, "run_plain", lambda *_: mutants.Outcome("", "", 1.0))
     monkeypatch.setattr(Tree, "run", lambda *_: outcomes.pop(0))
     assert mutants.try_all([FAULT], 1) == 0
+
+
+def test_nothing_of_a_run_is_left_when_whoever_asked_ends(tree: Tree) -> None:
+    hangs = replace(FAULT, old="return number // 2", new="import time; time.sleep(600)")
+    with tree.changed(hangs), ThreadPoolExecutor() as pool:
+        run = pool.submit(tree.run, hangs.tests)
+        runs: list[str] = []
+        while not runs:
+            time.sleep(0.01)
+            if tree._server is not None:
+                place = Path(f"/proc/{tree._server.pid}/task/{tree._server.pid}/children")
+                runs = place.read_text().split()
+        tree.close()
+        assert not Path(f"/proc/{runs[0]}").exists()
+        assert run.exception() is not None or run.result().broken
 
 
 def test_a_fault_that_hangs_when_the_time_is_up_proves_nothing(
