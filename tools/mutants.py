@@ -7,6 +7,7 @@ that cannot even be imported tests nothing: both end the run with status 2. Stat
 
 import argparse
 import ast
+import ctypes
 import functools
 import gc
 import importlib
@@ -36,6 +37,7 @@ TEST_SECONDS = 10
 SLOWER = 4
 """A test that hangs because of a fault has seen it; it need not hang for long: TEST_SECONDS, and SLOWER times what it
 takes on this machine without any mutant."""
+PR_SET_CHILD_SUBREAPER = 36
 LAST_SECONDS = 10
 """What a run may take when the time for more is up."""
 PLAIN_SECONDS = 3600
@@ -328,12 +330,35 @@ class Tree:
             self._server.communicate()
 
 
+def children_of(parent: int) -> list[int]:
+    """Return the processes of a parent, also those that have ended and were not waited for."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        # Another process may end meanwhile.
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def end_children() -> dict[int, int]:
+    """Kill all that is left below this process; return the status of each that was, or became, its child."""
+    statuses: dict[int, int] = {}
+    while left := children_of(os.getpid()):
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            statuses[pid] = os.waitpid(pid, 0)[1]
+    return statuses
+
+
 def serve(told: str) -> None:
     """Run pytest with each line of arguments, in a fork each time; say which process it is, and its status.
 
     Args:
         told: the file that has what pytest prints.
     """
+    # The servers that its tests may have started have sessions of their own; they become children of this process.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for name in UNCHANGED:
         importlib.import_module(name)
     gc.freeze()
@@ -343,10 +368,8 @@ def serve(told: str) -> None:
             with open(os.pidfd_open(child)) as ended:
                 # Whoever asks has ended, or was ended, when there is something to be read meanwhile.
                 select.select([sys.stdin, ended], [], [])
-            # With the servers that its tests may have started.
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            statuses = end_children()
+            print(os.waitstatus_to_exitcode(statuses[child]), flush=True)
             continue
         os.setsid()
         with open(os.devnull) as nothing, open(told, "w") as output:

@@ -200,17 +200,18 @@ def test_a_fault_that_is_seen_at_the_second_try_is_caught(
 
 
 def test_nothing_of_a_run_is_left_when_whoever_asked_ends(tree: Tree) -> None:
-    hangs = replace(FAULT, old="return number // 2", new="import time; time.sleep(600)")
+    server = 'import subprocess; subprocess.run(["sleep", "600"], start_new_session=True)'
+    hangs = replace(FAULT, old="return number // 2", new=server)
     with tree.changed(hangs), ThreadPoolExecutor() as pool:
         run = pool.submit(tree.run, hangs.tests)
-        runs: list[str] = []
-        while not runs:
+        started: list[int] = []
+        while not started:
             time.sleep(0.01)
             if tree._server is not None:
-                place = Path(f"/proc/{tree._server.pid}/task/{tree._server.pid}/children")
-                runs = place.read_text().split()
+                runs = mutants.children_of(tree._server.pid)
+                started = [one for pid in runs for one in mutants.children_of(pid)]
         tree.close()
-        assert not Path(f"/proc/{runs[0]}").exists()
+        assert not Path(f"/proc/{started[0]}").exists()
         assert run.exception() is not None or run.result().broken
 
 
