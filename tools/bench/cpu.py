@@ -142,7 +142,7 @@ def _scraped() -> Iterator[tuple[str, ...]]:
         thread.join()
 
 
-def _until_idle(running: RunningServer) -> None:
+def until_idle(running: RunningServer) -> None:
     """Wait until a server has ended what it does by itself: flushes, compaction."""
     used = -1.0
     while (now := server_cpu(running)) - used > IDLE_SHARE * IDLE_SECONDS:
@@ -166,7 +166,7 @@ def measure_scraped() -> tuple[dict[str, float], dict[str, float]]:
             for one in TURNS * times:
                 began = server_cpu(pair[one])
                 rows[one] += asyncio.run(load(pair[one].target))
-                _until_idle(pair[one])
+                until_idle(pair[one])
                 seconds[one] += server_cpu(pair[one]) - began
             for of, used, count in zip(found, seconds, rows, strict=True):
                 of[name] = used / count * 1e6
@@ -177,7 +177,7 @@ def measure_scraped() -> tuple[dict[str, float], dict[str, float]]:
         for running in pair:
             assert running.terminate() == 0, running.log_text()
             running.start()
-            _until_idle(running)
+            until_idle(running)
         run("drain, store", _drain)
     return found
 

@@ -30,6 +30,7 @@ from tools.bench.common import (
 )
 from tools.bench.delays import measure_latency, measure_starts
 from tools.bench.gets import measure_gets
+from tools.bench.growth import measure_growth
 from tools.bench.live import measure_live
 from tools.bench.merging import measure_merging
 from tools.bench.replicas import measure_replicas
@@ -186,7 +187,7 @@ def main() -> int:
         "--only",
         choices=(
             *("ingest", "singles", "reading", "get", "resume", "latency", "live", "merging"),
-            *("values", "secure", "replicas"),
+            *("growth", "values", "secure", "replicas"),
         ),
         help="a part of it",
     )
@@ -203,6 +204,7 @@ def main() -> int:
         "live": measure_live,
         "merging": measure_merging,
         "values": measure_values,
+        "growth": measure_growth,
         "secure": lambda: measure_secure(rows),
         "replicas": lambda: measure_replicas(rows),
     }

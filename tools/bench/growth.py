@@ -1,0 +1,151 @@
+"""Growth of a bucket: what sustained ingest of keys that are all different, a restart and drains cost, by the number of rows."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tests.harness import RunningServer
+from tools.bench.common import VALUE_BYTES, Figure, Row, WrongResultError, server
+from tools.bench.cpu import server_cpu, until_idle
+from upr_client import AsyncClient
+from upr_client.types import AsyncBucket
+
+SIZES: Final = (200_000, 2_000_000, 10_000_000)
+BATCH: Final = 2000
+TASKS: Final = 16
+"""write_many calls under way at a time; the rows of no more are in memory."""
+KEPT: Final = 0.8
+"""Target: the rate of the largest bucket as a share of the smallest one's."""
+DEARER: Final = 2.0
+"""Target: CPU a row of a drain right after a restart, in that of a drain of the tail."""
+_KEY_BYTES: Final = 16
+_DATA: Final = random.Random(1).randbytes(BATCH + VALUE_BYTES)
+
+
+class _Cost(NamedTuple):
+    """Rows, and the seconds of time, of the server's CPU and of the SDK's that they took."""
+
+    rows: int
+    taken: float
+    server: float
+    sdk: float
+
+    @property
+    def rate(self) -> float:
+        return self.rows / self.taken
+
+    @property
+    def micros(self) -> float:
+        """CPU of both, microseconds a row."""
+        return (self.server + self.sdk) / self.rows * 1e6
+
+    def words(self) -> str:
+        shares = (cpu / self.rows * 1e6 for cpu in (self.server, self.sdk))
+        return "CPU {:.2f} + {:.2f} us a row".format(*shares)
+
+
+class _Watch:
+    """Measures what happens from here on."""
+
+    def __init__(self, running: RunningServer) -> None:
+        self._running = running
+        self._began = (time.perf_counter(), server_cpu(running), time.process_time())
+
+    def cost(self, rows: int) -> _Cost:
+        now = (time.perf_counter(), server_cpu(self._running), time.process_time())
+        return _Cost(rows, *(b - a for a, b in zip(self._began, now, strict=True)))
+
+
+def _batch(first: int) -> list[Row]:
+    return [(b"key-%012d" % (first + at), _DATA[at : at + VALUE_BYTES]) for at in range(BATCH)]
+
+
+async def _write(bucket: AsyncBucket, firsts: Iterator[int]) -> None:
+    for first in firsts:
+        await bucket.write_many(_batch(first))
+
+
+async def _ingest(running: RunningServer, rows: int) -> tuple[_Cost, _Cost]:
+    """Write so many new keys, fsynced. Return what all of them cost, and the last tenth."""
+    async with AsyncClient(running.target) as client:
+        bucket = client.bucket()
+        await bucket.set(b"key-%012d" % 0, b"")
+        last = rows - rows // 10
+        watch = _Watch(running)
+        for part in (range(0, last, BATCH), range(last, rows, BATCH)):
+            late = _Watch(running)
+            firsts = iter(part)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(TASKS):
+                    group.create_task(_write(bucket, firsts))
+        return watch.cost(rows), late.cost(rows - last)
+
+
+async def _drain(running: RunningServer, rows: int) -> _Cost:
+    """Read all blocks; there must be so many rows, besides the first one's older version that may still be there."""
+    watch = _Watch(running)
+    found = 0
+    async with (
+        AsyncClient(running.target) as client,
+        client.bucket().changes(until="now") as changes,
+    ):
+        async for batch in changes.batches():
+            found += batch.rows
+    if found not in (rows, rows + 1):
+        raise WrongResultError(f"{found} rows were read; {rows} were written")
+    return watch.cost(rows)
+
+
+def _anonymous(running: RunningServer) -> float:
+    """Return the MiB of memory that are the server's alone."""
+    status = Path(f"/proc/{running.pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) / 1024
+
+
+def _measure(rows: int, tail: list[_Cost]) -> Iterator[Figure]:
+    """Yield the figures of one size; ``tail`` is what the drain of the smallest bucket cost, and is filled with it."""
+    name = f"{rows / 1e6:g} M rows"
+    with server() as running:
+        cost, late = asyncio.run(_ingest(running, rows))
+        yield Figure(f"{name}: ingest, fsynced", cost.rate, "rows/s", note=cost.words())
+        yield Figure(f"{name}: the last tenth of it", late.rate, "rows/s", note=late.words())
+        yield Figure(f"{name}: memory after it", _anonymous(running), "MiB", note="anonymous")
+        if not tail:
+            tail.append(asyncio.run(_drain(running, rows)))
+            note = tail[0].words()
+            yield Figure(f"{name}: drain of the tail", tail[0].rate, "rows/s", note=note)
+        settling = _Watch(running)
+        until_idle(running)
+        settled = settling.cost(rows)
+        note = f"server, {settled.taken:.1f} s"
+        yield Figure(f"{name}: settling", settled.server / rows * 1e6, "us/row", note=note)
+        began = time.perf_counter()
+        assert running.terminate() == 0, running.log_text()
+        stopped = time.perf_counter()
+        running.start(prefix=["env"])
+        note = f"the stop {stopped - began:.2f} s"
+        yield Figure(f"{name}: start", time.perf_counter() - stopped, "s", note=note)
+        used = sum(file.stat().st_blocks * 512 for file in running.data.rglob("*"))
+        live = rows * (_KEY_BYTES + VALUE_BYTES)
+        yield Figure(f"{name}: disk, of what is alive", used / live, "x")
+        drained = asyncio.run(_drain(running, rows))
+        note = drained.words()
+        yield Figure(f"{name}: drain after the start", drained.rate, "rows/s", note=note)
+        dearer = drained.micros / tail[0].micros
+        yield Figure(f"{name}: its CPU, of the tail's", dearer, "x", DEARER)
+
+
+def measure_growth(sizes: tuple[int, ...] = SIZES) -> Iterator[Figure]:
+    """Yield the figures of each size, each on a new server, and how much of the smallest one's rate the largest keeps."""
+    tail: list[_Cost] = []
+    rates = []
+    for rows in sizes:
+        for figure in _measure(rows, tail):
+            if figure.name.endswith("ingest, fsynced"):
+                rates.append(figure.value)
+            yield figure
+    yield Figure("ingest, largest to smallest", rates[-1] / rates[0], "x", KEPT)
