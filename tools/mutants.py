@@ -497,7 +497,7 @@ def try_all(
 
     Args:
         report: of a run without any mutant, in which all were green; None has the tests run here first.
-        seconds: from when on none is begun.
+        seconds: after which none is begun, without what comes first.
 
     Raises:
         MutantError: one is out of date or broken, or its tests are red without it.
@@ -512,7 +512,7 @@ def try_all(
         tree = free.get()
         try:
             with tree.changed(mutant):
-                return attempted(mutant, tree, began + seconds)
+                return attempted(mutant, tree, until)
         finally:
             free.put(tree)
 
@@ -532,6 +532,7 @@ def try_all(
         else:
             for tree in trees:
                 tree.seconds = times_of(report)
+        until = time.monotonic() + seconds
         for tree in trees:
             free.put(tree)
         for mutant, outcome in zip(mutants, pool.map(attempt, mutants), strict=True):
