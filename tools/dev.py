@@ -29,6 +29,8 @@ PIP = "pip>=25.1"  # Knows dependency groups.
 PIP_TELLS = re.compile(r"(?!.*: finished)\s*(Downloading .*[MG]B\)|Building |Installing ).*")
 """Lines of pip that are passed on: what takes seconds."""
 EVERYTHING = "--all"
+ALL_SECONDS = 780
+"""From when on no further mutant is begun."""
 BUILT_FROM = ("pyproject.toml", "client/upr_protocol/_rows.c", "tools/build_rows.py")
 """What an environment is made anew for when it changed."""
 OTHER_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
@@ -329,6 +331,7 @@ def gen() -> None:
 def test(arguments: list[str]) -> None:
     """Lint and the tests, with ``--all`` the long ones and a tenth of the mutants too; or only what arguments for pytest choose."""
     everything = arguments == [EVERYTHING]
+    began = time.monotonic()
     if arguments and not everything:
         setup()
     else:
@@ -349,7 +352,9 @@ def test(arguments: list[str]) -> None:
         report = f"{folder}/report.xml"
         MAIN.run("tests", ["-m", "pytest", *arguments, *([f"--junitxml={report}"] * everything)])
         if everything:
-            sample = ["--sample", f"--report={report}", "--seconds=60", "--jobs=5"]
+            # Fewer on a slow machine: all of it has a quarter of an hour.
+            seconds = min(max(int(ALL_SECONDS - (time.monotonic() - began)), 10), 60)
+            sample = ["--sample", f"--report={report}", f"--seconds={seconds}", "--jobs=5"]
             MAIN.run("a tenth of the mutants", ["-m", "tools.mutants", *sample])
 
 
