@@ -33,6 +33,7 @@ from upr_protocol.limits import (
     BLOCK_ROWS_MAX,
     GROUP_ROWS_MAX,
     PARTITIONS,
+    SMALL_WRITE_BYTES,
     choice,
 )
 from upr_protocol.partitioning import partition_of, partitions_of
@@ -210,12 +211,17 @@ class Kind(NamedTuple):
 
     Args:
         deletes: whether all rows are deletes.
-        bundles: whether it is of bundles, else of single rows.
+        most: bytes of a group of bundles; 0 for single rows.
     """
 
     durability: types_pb2.Durability.ValueType
     deletes: bool
-    bundles: bool = False
+    most: int = 0
+
+    @property
+    def bundles(self) -> bool:
+        """Return whether it is of bundles, else of single rows."""
+        return self.most > 0
 
     @property
     def at_once(self) -> int:
@@ -362,10 +368,12 @@ class Gathering:
     def add_bundle(self, bundle: Bundle, durability: types_pb2.Durability.ValueType) -> None:
         """Put a bundle of at most BLOCK_COLUMN_BYTES behind all that waits."""
         deletes = bundle.rows.deletes
-        kind = Kind(durability, deletes is not None and bool(deletes.all()), True)
         size = bundle.rows.column_bytes
+        # A server that is late has large writes take turns: small ones must not become one of them.
+        most = SMALL_WRITE_BYTES if size < SMALL_WRITE_BYTES else BLOCK_COLUMN_BYTES
+        kind = Kind(durability, deletes is not None and bool(deletes.all()), most)
         group = self._groups[-1] if self._groups else None
-        if group is None or group.kind != kind or group.bytes + size > BLOCK_COLUMN_BYTES:
+        if group is None or group.kind != kind or group.bytes + size > most:
             self._begun += 1
             self._bundles = self._begun
             group = Group(self._begun, kind)

@@ -44,6 +44,7 @@ from upr_protocol.limits import (
     GATHERED_ROWS_MAX,
     GROUP_ROWS_MAX,
     JOINED_BYTES_MAX,
+    SMALL_WRITE_BYTES,
     WRITES_IN_FLIGHT_MAX,
 )
 from upr_protocol.partitioning import partition_of
@@ -407,7 +408,13 @@ def test_groups_have_one_kind_and_their_bounds_and_keep_the_order_of_each_key(
             else:
                 flags = call.rows.deletes
                 keys, deletes = list(call.rows.keys), flags is not None and bool(flags.all())
-            assert group.kind == (DISK if durable else MEMORY, deletes, isinstance(call, Bundle))
+            assert group.kind[:2] == (DISK if durable else MEMORY, deletes)
+            assert group.kind.bundles == isinstance(call, Bundle)
+            if isinstance(call, Bundle):
+                # A small one is in no large message.
+                assert (call.rows.column_bytes < SMALL_WRITE_BYTES) == (
+                    group.bytes <= SMALL_WRITE_BYTES
+                )
             for key in keys:
                 sent[key].append(number)
     assert sent == begun
@@ -421,7 +428,7 @@ FATES = st.sampled_from(["refused", "refused for now", "left out", "forgotten"])
 def test_each_bundle_is_told_what_its_own_rows_were_given(
     drawn: list[list[Sized]], fates: dict[bytes, str]
 ) -> None:
-    group = Group(1, Kind(DISK, False, True), bundles=[bundle_of(rows) for rows in drawn])
+    group = Group(1, Kind(DISK, False, 1), bundles=[bundle_of(rows) for rows in drawn])
     of = {partition_of(key): fate for key, fate in fates.items()}
     seqnos = {partition_of(key): 7 for key in KEYS}
     expected: list[dict[int, tuple[int, int, int, int]]] = []
@@ -461,7 +468,7 @@ def test_each_bundle_is_told_what_its_own_rows_were_given(
 
 
 def test_a_group_that_nothing_can_join_any_more_does_not_wait() -> None:
-    sets, deletes = Kind(DISK, False, True), Kind(DISK, True, True)
+    sets, deletes = (Kind(DISK, one, SMALL_WRITE_BYTES) for one in (False, True))
     gathering = Gathering()
     for size in (1, None, None):
         gathering.add_bundle(bundle_of([(b"a", size)]), DISK)
