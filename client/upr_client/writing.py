@@ -32,8 +32,8 @@ from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     BLOCK_ROWS_MAX,
     GROUP_ROWS_MAX,
+    JOINED_SMALL_BYTES,
     PARTITIONS,
-    SMALL_WRITE_BYTES,
     choice,
 )
 from upr_protocol.partitioning import partition_of, partitions_of
@@ -370,7 +370,7 @@ class Gathering:
         deletes = bundle.rows.deletes
         size = bundle.rows.column_bytes
         # A server that is late has large writes take turns: small ones must not become one of them.
-        most = SMALL_WRITE_BYTES if size < SMALL_WRITE_BYTES else BLOCK_COLUMN_BYTES
+        most = JOINED_SMALL_BYTES if size < JOINED_SMALL_BYTES else BLOCK_COLUMN_BYTES
         kind = Kind(durability, deletes is not None and bool(deletes.all()), most)
         group = self._groups[-1] if self._groups else None
         if group is None or group.kind != kind or group.bytes + size > most:

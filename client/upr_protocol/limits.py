@@ -126,7 +126,7 @@ GROUP_ROWS_MAX: Final = 4096
 group of their kind is under way."""
 JOINED_BYTES_MAX: Final = BLOCK_COLUMN_BYTES // 2
 """Rows of a ``write_many`` of up to so many bytes go together with those of others."""
-SMALL_WRITE_BYTES: Final = 16 * 2**10
+JOINED_SMALL_BYTES: Final = 16 * 2**10
 """Calls of ``write_many`` below it go together up to so many bytes, larger ones up to BLOCK_COLUMN_BYTES."""
 GATHERED_ROWS_MAX: Final = 4 * GROUP_ROWS_MAX
 """Unanswered single writes of one bucket object; further ones wait before they are taken."""

@@ -44,7 +44,7 @@ from upr_protocol.limits import (
     GATHERED_ROWS_MAX,
     GROUP_ROWS_MAX,
     JOINED_BYTES_MAX,
-    SMALL_WRITE_BYTES,
+    JOINED_SMALL_BYTES,
     WRITES_IN_FLIGHT_MAX,
 )
 from upr_protocol.partitioning import partition_of
@@ -412,8 +412,8 @@ def test_groups_have_one_kind_and_their_bounds_and_keep_the_order_of_each_key(
             assert group.kind.bundles == isinstance(call, Bundle)
             if isinstance(call, Bundle):
                 # A small one is in no large message.
-                assert (call.rows.column_bytes < SMALL_WRITE_BYTES) == (
-                    group.bytes <= SMALL_WRITE_BYTES
+                assert (call.rows.column_bytes < JOINED_SMALL_BYTES) == (
+                    group.bytes <= JOINED_SMALL_BYTES
                 )
             for key in keys:
                 sent[key].append(number)
@@ -468,7 +468,7 @@ def test_each_bundle_is_told_what_its_own_rows_were_given(
 
 
 def test_a_group_that_nothing_can_join_any_more_does_not_wait() -> None:
-    sets, deletes = (Kind(DISK, one, SMALL_WRITE_BYTES) for one in (False, True))
+    sets, deletes = (Kind(DISK, one, JOINED_SMALL_BYTES) for one in (False, True))
     gathering = Gathering()
     for size in (1, None, None):
         gathering.add_bundle(bundle_of([(b"a", size)]), DISK)
