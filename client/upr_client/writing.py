@@ -305,15 +305,15 @@ class Group:
     def _tell_bundles(
         self, runs: Sequence[Run], refused: Mapping[int, types_pb2.Problem], error: UprError
     ) -> None:
-        starts, known, ids = np.zeros((3, PARTITIONS), np.uint64)
+        starts, ends, ids = np.zeros((3, PARTITIONS), np.uint64)
         applied = np.zeros(PARTITIONS, np.bool_)
         if runs:
             of, starts_of, ends_of, ids_of = np.array(runs, np.uint64).T
             at = of.astype(np.int64)
-            applied[at], starts[at], known[at], ids[at] = True, starts_of, ends_of, ids_of
+            applied[at], starts[at], ends[at], ids[at] = True, starts_of, ends_of, ids_of
         for bundle in self.bundles:
             # Within a partition its rows are behind those of the bundles before it.
-            counts = np.bincount(bundle.partitions, minlength=PARTITIONS)
+            counts = np.bincount(bundle.partitions, minlength=PARTITIONS).astype(np.uint64)
             touched = counts.nonzero()[0]
             missing = touched[~applied[touched]].tolist()
             if missing:
@@ -321,13 +321,11 @@ class Group:
                     missing, refused, error, applied=len(missing) < len(touched)
                 )
             else:
-                # 0 where the seqnos are no longer known.
-                first = np.where(known[touched] > 0, starts[touched], 0)
-                last = np.where(known[touched] > 0, first + counts[touched].astype(np.uint64), 0)
-                bundle.outcome = list(
-                    zip(*(a.tolist() for a in (touched, first, last, ids[touched])), strict=True)
-                )
-            starts[touched] += counts[touched].astype(np.uint64)
+                columns = np.array((starts, starts + counts, ids))[:, touched]
+                # Where the seqnos are no longer known.
+                columns[:2, ends[touched] == 0] = 0
+                bundle.outcome = list(zip(touched.tolist(), *columns.tolist(), strict=True))
+            starts[touched] += counts[touched]
             bundle.tell()
 
 

@@ -14,7 +14,7 @@ import grpc.aio
 import numpy as np
 
 from upr_client import AsyncClient
-from upr_protocol.wire.grpc import SERVER_OPTIONS
+from upr_protocol.wire.grpc import CLIENT_OPTIONS, SERVER_OPTIONS
 
 CHILDREN: Final = Path(__file__)
 BARE_METHOD: Final = "/bench.Bare/Stream"
@@ -78,6 +78,18 @@ async def bare_calls(channel: grpc.aio.Channel, count: int) -> list[float]:
         await call(b"")
         taken.append((time.perf_counter() - began) * 1e3)
     return taken
+
+
+async def bare_stream(target: str, count: int, size: int) -> tuple[float, float]:
+    """Receive messages over bare gRPC; return the seconds of time and of CPU here that those after the first one took."""
+    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
+        method: Any = channel.unary_stream(BARE_METHOD)
+        call = method(b"%d %d" % (count, size))
+        await call.read()
+        began, used = time.perf_counter(), time.process_time()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        return time.perf_counter() - began, time.process_time() - used
 
 
 async def produce(target: str, seconds: float, durability: str, rate: int = PER_SECOND) -> None:

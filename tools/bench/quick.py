@@ -16,7 +16,7 @@ from typing import Any, Final
 import grpc.aio
 
 from tests.harness import RunningServer
-from tools.bench.children import BARE_METHOD, bare_server
+from tools.bench.children import bare_server, bare_stream
 from tools.bench.common import (
     MUTATIONS,
     Figure,
@@ -133,14 +133,8 @@ async def drain(target: str, decode: bool) -> tuple[float, float, int]:
 async def bare(target: str, kib: int) -> float:
     """Receive messages over bare gRPC. Return bytes a second after the first one."""
     count = BARE_MESSAGES[kib]
-    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
-        method: Any = channel.unary_stream(BARE_METHOD)
-        call = method(b"%d %d" % (count, kib * 1024))
-        await call.read()
-        began = time.perf_counter()
-        while await call.read() is not grpc.aio.EOF:
-            pass
-        return (count - 1) * kib * 1024 / (time.perf_counter() - began)
+    taken, _ = await bare_stream(target, count, kib * 1024)
+    return (count - 1) * kib * 1024 / taken
 
 
 def measure_drain(running: RunningServer, source: str, bare_target: str) -> Iterator[Figure]:

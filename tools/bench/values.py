@@ -6,10 +6,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
-import grpc.aio
-
 from tests.harness import RunningServer
-from tools.bench.children import BARE_METHOD, bare_server
+from tools.bench.children import bare_server, bare_stream
 from tools.bench.common import (
     Figure,
     Row,
@@ -20,7 +18,6 @@ from tools.bench.common import (
 )
 from tools.bench.cpu import server_cpu
 from upr_client import AsyncClient
-from upr_protocol.wire.grpc import CLIENT_OPTIONS
 
 SIZES: Final = {"128 B": 128, "1 KiB": 2**10, "16 KiB": 2**14, "1 MiB": 2**20}
 TOTAL: Final = 128 * 2**20
@@ -82,21 +79,13 @@ async def _measure(running: RunningServer, name: str, size: int) -> Iterator[Fig
 
 async def _bare(target: str) -> Figure:
     count = TOTAL // BATCH
-    async with grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
-        method: Any = channel.unary_stream(BARE_METHOD)
-        call = method(b"%d %d" % (count, BATCH))
-        await call.read()
-        ours, began = time.process_time(), time.perf_counter()
-        while await call.read() is not grpc.aio.EOF:
-            pass
-        mb = (count - 1) * BATCH / 1e6
-        spent = (time.process_time() - ours) * 1e3 / mb
-        rate = mb / (time.perf_counter() - began)
+    taken, spent = await bare_stream(target, count, BATCH)
+    mb = (count - 1) * BATCH / 1e6
     return Figure(
         "bare gRPC stream, messages of 1 MiB",
-        rate,
+        mb / taken,
         "MB/s",
-        note=f"CPU a MB: client {spent:.1f} ms",
+        note=f"CPU a MB: client {spent * 1e3 / mb:.1f} ms",
     )
 
 

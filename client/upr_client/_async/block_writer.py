@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from upr_client import backoff
 from upr_client._async.call import BucketHandle, Call, Stubs
@@ -40,6 +41,7 @@ from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
 
+T = TypeVar("T")
 _logger = logging.getLogger("upr_client")
 
 
@@ -170,10 +172,7 @@ class AsyncBlockWriter:
         # Those who were cancelled must not pile up behind a slow server.
         await self._row_room.take()
         await self._gather(done, self._row_room, lambda: self._gathering.add(row, durability))
-        if isinstance(row.outcome, UprError):
-            raise row.outcome
-        assert row.outcome is not None
-        return row.outcome
+        return _given(row.outcome)
 
     async def write_rows(
         self, rows: RowColumns, durability: types_pb2.Durability.ValueType
@@ -191,10 +190,7 @@ class AsyncBlockWriter:
         # In one queue with blocks: of writes of one key that wait the first goes first.
         await self._room.take()
         await self._gather(done, self._room, lambda: self._gathering.add_bundle(bundle, durability))
-        if isinstance(bundle.outcome, UprError):
-            raise bundle.outcome
-        assert bundle.outcome is not None
-        return bundle.outcome
+        return _given(bundle.outcome)
 
     async def _gather(self, done: Once, room: Semaphore, add: Callable[[], object]) -> None:
         """Have something that has room added to what gathers, and wait for its outcome."""
@@ -601,6 +597,14 @@ class AsyncBlockWriter:
                 return write.refused
             return partly_written(write.refused)
         return _not_sent(error)
+
+
+def _given(outcome: T | UprError | None) -> T:
+    """Return an outcome that was told, or raise it."""
+    if isinstance(outcome, UprError):
+        raise outcome
+    assert outcome is not None
+    return outcome
 
 
 def _not_sent(error: UprError) -> UprError:

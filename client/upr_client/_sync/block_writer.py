@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from upr_client import backoff
 from upr_client._sync.call import BucketHandle, Call, Stubs
@@ -41,6 +42,7 @@ from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
 
+T = TypeVar("T")
 _logger = logging.getLogger("upr_client")
 
 
@@ -171,10 +173,7 @@ class BlockWriter:
         # Those who were cancelled must not pile up behind a slow server.
         self._row_room.take()
         self._gather(done, self._row_room, lambda: self._gathering.add(row, durability))
-        if isinstance(row.outcome, UprError):
-            raise row.outcome
-        assert row.outcome is not None
-        return row.outcome
+        return _given(row.outcome)
 
     def write_rows(self, rows: RowColumns, durability: types_pb2.Durability.ValueType) -> list[Run]:
         """Write at most BLOCK_COLUMN_BYTES of rows, together with what others write at the same time.
@@ -190,10 +189,7 @@ class BlockWriter:
         # In one queue with blocks: of writes of one key that wait the first goes first.
         self._room.take()
         self._gather(done, self._room, lambda: self._gathering.add_bundle(bundle, durability))
-        if isinstance(bundle.outcome, UprError):
-            raise bundle.outcome
-        assert bundle.outcome is not None
-        return bundle.outcome
+        return _given(bundle.outcome)
 
     def _gather(self, done: Once, room: Semaphore, add: Callable[[], object]) -> None:
         """Have something that has room added to what gathers, and wait for its outcome."""
@@ -600,6 +596,14 @@ class BlockWriter:
                 return write.refused
             return partly_written(write.refused)
         return _not_sent(error)
+
+
+def _given(outcome: T | UprError | None) -> T:
+    """Return an outcome that was told, or raise it."""
+    if isinstance(outcome, UprError):
+        raise outcome
+    assert outcome is not None
+    return outcome
 
 
 def _not_sent(error: UprError) -> UprError:
