@@ -8,7 +8,7 @@ from typing import overload
 
 from upr_client._async.bucket import AsyncBucket
 from upr_client._sync.bucket import Bucket
-from upr_client.writing import WriteResults
+from upr_client.writes import WriteResults
 from upr_protocol.block import Block, build_block, build_blocks
 from upr_protocol.wire.v1.change_stream_service_pb2 import HelloAnswer
 from upr_protocol.write_places import place_number

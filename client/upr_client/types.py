@@ -12,7 +12,7 @@ from upr_client._sync.changes import Changes
 from upr_client._sync.cuts import Cut
 from upr_client._sync.view import View
 from upr_client._sync.writer import Writer
-from upr_client.writing import WriteResult, WriteResults
+from upr_client.writes import WriteResult, WriteResults
 
 __all__ = [
     "Admin",

@@ -37,7 +37,7 @@ from upr_client.errors import (
     UprError,
 )
 from upr_client.types import AsyncBucket, WriteResult, WriteResults
-from upr_client.writing import Bundle, Gathering, Group, Kind, Row
+from upr_client.writes import Bundle, Gathering, Group, Kind, Row
 from upr_protocol.block import check_rows
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,

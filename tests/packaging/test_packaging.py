@@ -101,7 +101,7 @@ def test_the_sdk_needs_base_dependencies_only(module: str) -> None:
 def test_commands_to_explain_need_nothing_of_the_server() -> None:
     """They are installed without it, and show what its page shows."""
     heavy = "{'lmdb', 'pyarrow', 'prometheus_client', 'grpc_health', 'upr.engine'}"
-    modules = "upr.cli.admin, upr.cli.admin_commands.explain, upr.service.sight.explaining"
+    modules = "upr.cli.admin, upr.cli.admin_commands.explain, upr.service.sight.explanation"
     code = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.model import partition_of as model_partition_of
 from upr_client.testing.memory import run_block
-from upr_client.writing import write_request
+from upr_client.writes import write_request
 from upr_protocol.block import (
     FEW_ROWS,
     Block,

@@ -16,7 +16,7 @@ from tests.service.pages import Said, ask, http_of, numbers
 from upr.service.admin import Process
 from upr.service.buckets.catalog import Catalog
 from upr.service.overload.callers import Turns
-from upr.service.sight.counting import OTHER, REASONS_MAX, count_reason
+from upr.service.sight.counts import OTHER, REASONS_MAX, count_reason
 from upr.service.sight.metrics import STATES, Metrics
 from upr_client import AsyncClient
 from upr_protocol.limits import METRICS_CONSUMERS

@@ -14,7 +14,7 @@ from tests.conftest import StartServer
 from tests.harness import poll
 from tests.raw import RawClient, RawFollow, start_at
 from tests.service.test_received import MIB, sampled, within
-from upr.service.overload.sending import Sender, SendingRoom
+from upr.service.overload.sending_room import Sender, SendingRoom
 from upr_client import AsyncClient
 from upr_protocol.limits import PARTITIONS, SENDING_BYTES
 from upr_protocol.partitioning import partition_of
@@ -99,7 +99,7 @@ def test_who_leaves_gives_its_room_back_and_waits_no_more() -> None:
 async def test_who_takes_nothing_is_ended_only_while_others_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("upr.service.overload.sending.SENDING_SECONDS", -SENDING_BYTES)
+    monkeypatch.setattr("upr.service.overload.sending_room.SENDING_SECONDS", -SENDING_BYTES)
     room = SendingRoom()
     first, reading, second = Call(), Call(), Call()
     room.hold(reading.sender, 1)

@@ -17,7 +17,7 @@ from tests.harness import poll
 from tests.raw import RawClient, RawFollow, RawWriter, start_at
 from upr.config import ServerConfig
 from upr.service.server import Server
-from upr.service.sight import tracing
+from upr.service.sight import traces
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 
@@ -136,22 +136,22 @@ class Context:
 def test_where_nobody_traces_nothing_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, provider: object
 ) -> None:
-    tracing.prepare()
+    traces.prepare()
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    assert tracing.of_call("upr.write", "default", Context()) is None
+    assert traces.of_call("upr.write", "default", Context()) is None
     for module in ("opentelemetry.trace", "opentelemetry.propagate"):
         with monkeypatch.context() as patch:
             patch.setattr(trace, "get_tracer_provider", TracerProvider)
             patch.delitem(sys.modules, module, raising=False)
-            assert tracing.of_call("upr.write", "default", Context()) is None
+            assert traces.of_call("upr.write", "default", Context()) is None
 
 
 def test_open_spans_of_a_call_are_bounded(spans: InMemorySpanExporter) -> None:
     tracer = trace.get_tracer_provider().get_tracer("test")
-    call = tracing.CallTrace(tracer, "upr.start", "default", None)
-    for number in range(2 * tracing.SPANS_MAX):
+    call = traces.CallTrace(tracer, "upr.start", "default", None)
+    for number in range(2 * traces.SPANS_MAX):
         call.begin(partitions=number)
-    for _ in range(2 * tracing.SPANS_MAX):
+    for _ in range(2 * traces.SPANS_MAX):
         call.end()
     found = [said(span)["upr.partitions"] for span in spans.get_finished_spans()]
-    assert found == list(range(tracing.SPANS_MAX))
+    assert found == list(range(traces.SPANS_MAX))

@@ -17,7 +17,7 @@ import pytest
 from tests.harness import RunningServer
 from tests.spark.restoring import Source, State, content, document, small_groups, upr_backup
 from upr_backup import restore as restore_module
-from upr_backup.cli import reading as command
+from upr_backup.cli import retrieval as command
 from upr_backup.repository import LocalStorage
 from upr_backup.restore import Journal, Restore
 from upr_backup.rows import differences

@@ -11,7 +11,7 @@ from tests.harness import RunningServer
 from tests.spark.sink_rows import UPSERT, Place, batches, refusal, some_rows
 from upr_client import Client
 from upr_client.testing import ScriptedServer, keys_in
-from upr_spark.sink import batch_writer, stream_writer, truncating
+from upr_spark.sink import batch_writer, stream_writer, truncation
 
 StartServer = Callable[..., RunningServer]
 
@@ -62,7 +62,7 @@ def test_a_stream_of_complete_results_is_refused(place: Place) -> None:
 def test_what_was_not_written_again_goes_at_the_end(
     place: Place, monkeypatch: pytest.MonkeyPatch, durability: str, at_once: int
 ) -> None:
-    monkeypatch.setattr(truncating, "_ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(truncation, "_ROWS_AT_ONCE", at_once)
     old = before(place)
     writer = overwriting(place, durability=durability)
     # Some keys are there already, some are not, and one has the very value that it had.

@@ -34,7 +34,7 @@ from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
-    from upr.service.sight.explaining import ServerSide
+    from upr.service.sight.explanation import ServerSide
     from upr_client import Client
 
 _COLUMNS = ("partition", "state", "high_seqno", "durable_seqno", "purge_seqno", "failover_id")
@@ -160,7 +160,7 @@ def explain_command(
 ) -> None:
     """Explain what the handshake answers to a client of PARTITION: the answer, the rule, the records, the steps."""
     from upr.cli.admin_commands.explain import read_log, to_text
-    from upr.service.sight.explaining import ServerSide, explain, position_of, to_json
+    from upr.service.sight.explanation import ServerSide, explain, position_of, to_json
 
     if high is not None and log_file is None:
         raise click.UsageError("--high goes with --log; a server is asked for its own")
@@ -177,7 +177,7 @@ def explain_command(
 
 
 def _ask(client: "Client", bucket_name: str, partition: int) -> "ServerSide":
-    from upr.service.sight.explaining import ServerSide
+    from upr.service.sight.explanation import ServerSide
 
     bucket = client.bucket(bucket_name)
     log = client.admin.failover_logs(bucket, [partition])[partition]

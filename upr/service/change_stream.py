@@ -21,7 +21,7 @@ from upr.service.follow import FollowCall
 from upr.service.overload.callers import Callers, peer_of
 from upr.service.overload.frame_rounds import Rounds
 from upr.service.overload.intake import Context, Intake, abort
-from upr.service.overload.sending import SendingRoom
+from upr.service.overload.sending_room import SendingRoom
 from upr.service.replica_tables import cut_message
 from upr.service.storage_trouble import words_of
 from upr_protocol.errors import (

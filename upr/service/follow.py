@@ -31,10 +31,10 @@ from upr.service.conversation import PLAIN_AT_ONCE_BYTES, Conversation, Found, O
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, seconds_of_streams
 from upr.service.overload.frame_rounds import Rounds
 from upr.service.overload.intake import Context, Intake, shed_error
-from upr.service.overload.sending import Sender, SendingRoom
+from upr.service.overload.sending_room import Sender, SendingRoom
 from upr.service.replica_tables import TableFeed
-from upr.service.sight import tracing
-from upr.service.sight.counting import count_reason
+from upr.service.sight import traces
+from upr.service.sight.counts import count_reason
 from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
 from upr_protocol.block import START
@@ -111,7 +111,7 @@ class FollowCall:
         self._reserved = self._frame_bytes = 0
         self._cut: UprError | None = None
         self._arriving = intake.expect(context, self._end_at_once)
-        self._trace = tracing.of_call("upr.start", host.bucket.identity.name, context)
+        self._trace = traces.of_call("upr.start", host.bucket.identity.name, context)
         host.users.add(self.bucket_gone)
 
     def _wake_up(self) -> None:
@@ -431,7 +431,7 @@ def _streams_of(start: wire.Start) -> int:
     return len(start.partitions) + len(start.table) // START.itemsize
 
 
-def _end_start(traced: tracing.CallTrace, message: Any) -> None:
+def _end_start(traced: traces.CallTrace, message: Any) -> None:
     if isinstance(message, wire.FollowResponse) and message.HasField("start_answers"):
         answers = message.start_answers.answers
         traced.end(not_started=sum(not one.HasField("started") for one in answers))

@@ -23,8 +23,8 @@ from upr.service.calls import answering, parsed, read_open
 from upr.service.overload.callers import Callers, Turns, peer_of
 from upr.service.overload.intake import LARGE_BYTES, Context, Intake, abort, shed_error
 from upr.service.overload.process import SAMPLE_SECONDS, LoopDelays
-from upr.service.sight import tracing
-from upr.service.sight.counting import count_reason, refusals
+from upr.service.sight import traces
+from upr.service.sight.counts import count_reason, refusals
 from upr.service.storage_trouble import words_of
 from upr.storage.read import all_begin_with
 from upr.storage.search import BITE_BYTES, Lookup, StoreSearch, TailSearch
@@ -430,7 +430,7 @@ class _WriteCall:
         self._gone: BucketGoneError | None = None
         self._shed = False
         self._arriving = intake.expect(context, self.shed)
-        self._trace = tracing.of_call("upr.write", host.bucket.identity.name, context)
+        self._trace = traces.of_call("upr.write", host.bucket.identity.name, context)
         host.users.add(self.bucket_gone)
 
     async def run(self) -> None:

@@ -38,7 +38,7 @@ from upr.service.overload import process as resources
 from upr.service.overload.callers import Callers, Turns
 from upr.service.overload.gate import Gate
 from upr.service.overload.intake import Intake, abort
-from upr.service.sight import tracing, web
+from upr.service.sight import traces, web
 from upr.service.storage_trouble import words_of
 from upr.service.text.port import TextPort
 from upr.storage.directory import DataDirectory
@@ -280,7 +280,7 @@ class Server:
         """Import modules that libraries import on first use, when there may be no descriptor left."""
         importlib.import_module("numpy.ma")  # np.unique
         zstd_available()
-        tracing.prepare()
+        traces.prepare()
 
     def _room(self) -> int:
         """Return the largest number of connections for each listen address."""

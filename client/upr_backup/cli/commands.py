@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_backup.cli.keeping import expire, merge, prune, repair, tag, unlock
-from upr_backup.cli.reading import export, find, restore
+from upr_backup.cli.retrieval import export, find, restore
 from upr_backup.cli.shared import (
     Far,
     given_key,
@@ -25,6 +24,7 @@ from upr_backup.cli.shared import (
     target_of,
     with_key,
 )
+from upr_backup.cli.upkeep import expire, merge, prune, repair, tag, unlock
 from upr_backup.errors import BackupNotFoundError, RepositoryError
 from upr_backup.repository import Storage, check_storage, open_storage
 from upr_backup.repository.chain import Chain, Link

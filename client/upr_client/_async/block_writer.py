@@ -12,7 +12,7 @@ from upr_client import backoff
 from upr_client._async.call import BucketHandle, Call, Stubs
 from upr_client._async.io import Background, Event, NextTurn, Once, Semaphore, mutex, now
 from upr_client.endpoints import is_elsewhere, moves_on
-from upr_client.writing import (
+from upr_client.writes import (
     Bundle,
     Gathering,
     Group,

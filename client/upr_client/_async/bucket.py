@@ -24,7 +24,7 @@ from upr_client.changes.options import (
     Until,
 )
 from upr_client.endpoints import READ_FROM, is_elsewhere, moves_on
-from upr_client.writing import (
+from upr_client.writes import (
     BATCH_ROWS,
     DURABILITIES,
     LINGER_SECONDS,

@@ -24,7 +24,7 @@ from upr_client._async.io import (
     now,
     run_blocking,
 )
-from upr_client._async.storing import Storing
+from upr_client._async.position_storage import PositionStorage
 from upr_client._async.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.changes.ledger import Ledger
@@ -33,7 +33,7 @@ from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, Han
 from upr_client.changes.session import Following, Step
 from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
-from upr_client.writing import WriteResult, WriteResults, token_of
+from upr_client.writes import WriteResult, WriteResults, token_of
 from upr_protocol.errors import (
     ClosedError,
     FencedError,
@@ -210,7 +210,7 @@ class AsyncChanges:
         self._worked = False
         # Acknowledgements may come from other threads, in the flavour that has threads.
         self._mutex = mutex()
-        self._storing = Storing(
+        self._storage = PositionStorage(
             bucket, options, self._following, self._mutex, self._say, self._send
         )
         self._unreported: deque[str] = deque(maxlen=1024)
@@ -400,7 +400,7 @@ class AsyncChanges:
         if self._interrupted:
             return
         try:
-            await self._storing.save()
+            await self._storage.save()
         finally:
             self._report()
 
@@ -657,7 +657,7 @@ class AsyncChanges:
 
     async def _load(self) -> None:
         try:
-            found = await self._storing.load()
+            found = await self._storage.load()
         except InvalidArgumentError:
             raise
         except UprError as error:

@@ -12,7 +12,7 @@ from upr_client._async.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Rollback
 from upr_client.changes.options import ChangesOptions, Only
 from upr_client.positions import MemoryPositions
-from upr_client.writing import WriteResult, WriteResults, token_of
+from upr_client.writes import WriteResult, WriteResults, token_of
 from upr_protocol.errors import ClosedError
 from upr_protocol.failover import WriteToken, check_partition
 from upr_protocol.limits import PARTITIONS

@@ -25,7 +25,7 @@ from upr_client._sync.io import (
     now,
     run_blocking,
 )
-from upr_client._sync.storing import Storing
+from upr_client._sync.position_storage import PositionStorage
 from upr_client._sync.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.changes.ledger import Ledger
@@ -34,7 +34,7 @@ from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, Han
 from upr_client.changes.session import Following, Step
 from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
-from upr_client.writing import WriteResult, WriteResults, token_of
+from upr_client.writes import WriteResult, WriteResults, token_of
 from upr_protocol.errors import (
     ClosedError,
     FencedError,
@@ -211,7 +211,7 @@ class Changes:
         self._worked = False
         # Acknowledgements may come from other threads, in the flavour that has threads.
         self._mutex = mutex()
-        self._storing = Storing(
+        self._storage = PositionStorage(
             bucket, options, self._following, self._mutex, self._say, self._send
         )
         self._unreported: deque[str] = deque(maxlen=1024)
@@ -401,7 +401,7 @@ class Changes:
         if self._interrupted:
             return
         try:
-            self._storing.save()
+            self._storage.save()
         finally:
             self._report()
 
@@ -658,7 +658,7 @@ class Changes:
 
     def _load(self) -> None:
         try:
-            found = self._storing.load()
+            found = self._storage.load()
         except InvalidArgumentError:
             raise
         except UprError as error:

@@ -11,7 +11,7 @@ from typing import Self
 from upr_client._sync.block_writer import BlockWriter, Write
 from upr_client._sync.call import BucketHandle
 from upr_client._sync.io import Background, Event, give_way, maybe_await, mutex, now
-from upr_client.writing import (
+from upr_client.writes import (
     DURABILITIES,
     Batch,
     Failures,

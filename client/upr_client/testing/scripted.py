@@ -12,7 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from upr_client.testing.calls import Call, FollowCall, State, WriteCall, micros
 from upr_client.testing.memory import Memory, Partition
-from upr_client.writing import WriteResult
+from upr_client.writes import WriteResult
 from upr_protocol.block import check_row
 from upr_protocol.errors import (
     BucketGoneError,

@@ -43,7 +43,7 @@ from upr_protocol.write_places import PLACE_BLOCKS, PLACES, place_number
 from upr_spark.errors import UprSparkError, bad_option
 from upr_spark.sink.options import SinkOptions, read_sink_options
 from upr_spark.sink.rows import check_named, check_schema, columns_of
-from upr_spark.sink.truncating import delete_older, look
+from upr_spark.sink.truncation import delete_older, look
 
 _FORMAT: Final = "upr-spark-2"
 _BATCHES: Final = 64

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from upr.service.sight.explaining import Explanation, id_text, record_to_json, records_of
+from upr.service.sight.explanation import Explanation, id_text, record_to_json, records_of
 from upr_cli_kit.output import columns
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.failover import FailoverLog, format_failover_id, parse_failover_id

@@ -16,7 +16,7 @@ import lmdb
 
 from upr.service.buckets.room import DiskRoom, Quota
 from upr.service.clock import Clock
-from upr.service.sight.counting import Traffic
+from upr.service.sight.counts import Traffic
 from upr.service.storage_trouble import Troubles, words_of
 from upr.storage.blocks import compressor
 from upr.storage.journal import Journal

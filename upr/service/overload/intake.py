@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import grpc
 
 from upr.service.overload.process import anonymous_bytes, give_back_freed
-from upr.service.sight.counting import count_reason, refusals
+from upr.service.sight.counts import count_reason, refusals
 from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
 from upr_protocol.limits import (
     MESSAGE_BYTES_MAX,

@@ -41,7 +41,7 @@ from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.room import free_bytes
 from upr.service.overload.callers import Turns
 from upr.service.overload.process import memory_bytes
-from upr.service.sight.explaining import ServerSide, explain, position_of, to_json
+from upr.service.sight.explanation import ServerSide, explain, position_of, to_json
 from upr.service.sight.metrics import (
     AT_ONCE,
     BUCKET_COUNTERS,

@@ -24,7 +24,7 @@ from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.room import free_bytes
 from upr.service.overload.callers import Turns
 from upr.service.overload.process import BOUNDS_MS, memory_bytes
-from upr.service.sight.counting import BOUNDS_SECONDS, refusals
+from upr.service.sight.counts import BOUNDS_SECONDS, refusals
 from upr_protocol.limits import METRICS_CONSUMERS
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

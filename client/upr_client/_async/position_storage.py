@@ -14,7 +14,7 @@ from upr_protocol.position import Position
 from upr_protocol.position_table import Found
 
 
-class Storing:
+class PositionStorage:
     """Storage of the positions of one ``AsyncChanges``.
 
     Args:
