@@ -177,7 +177,7 @@ def _binary(
     return pa.Array.from_buffers(pa.binary(), rows, buffers, nulls)
 
 
-def check_rows(keys: Any, values: Any) -> None:
+def check_columns(keys: Any, values: Any) -> None:
     """Check rows that are to be written, all at once.
 
     Args:
@@ -240,7 +240,7 @@ def _lengths(column: Any) -> I64:
 
 
 def row_sizes(keys: Any, values: Any) -> I64:
-    """Return what each row takes in a block: int64, shape ``(rows,)``; the arguments are those of ``check_rows``."""
+    """Return what each row takes in a block: int64, shape ``(rows,)``; the arguments are those of ``check_columns``."""
     return _lengths(keys) + _lengths(values) + ROW_BYTES
 
 
@@ -257,7 +257,7 @@ def blocks(
     keep their order, through all blocks.
 
     Args:
-        keys, values: as ``check_rows`` takes them; all are checked before the first block.
+        keys, values: as ``check_columns`` takes them; all are checked before the first block.
         column_bytes: what a block takes at most, unless it has one row; 1 to 2^20.
         block_rows: rows of a block at most, 1 to 2^18.
 
@@ -271,7 +271,7 @@ def blocks(
     ):
         if not 1 <= limit <= largest:
             raise InvalidArgumentError(f"{name} is {limit}; must be 1 to {largest}")
-    check_rows(keys, values)
+    check_columns(keys, values)
     pa = _pyarrow()
     for first, last in row_slices(row_sizes(keys, values), _SORTED_BYTES, len(keys)):
         part_keys, part_values = (

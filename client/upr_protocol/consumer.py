@@ -61,7 +61,7 @@ class State(enum.IntEnum):
     LIVE = 3
     """The stream is open."""
     UNDOING = 4
-    """The server answered "roll back"; ``rolled_back`` is awaited."""
+    """The server answered "roll back"; ``undone`` is awaited."""
     DONE = 5
     """Ended for good: finished or stopped."""
     FAILED = 6
@@ -646,10 +646,10 @@ class Consumer:
 
     @property
     def undoing(self) -> list[PendingRollback]:
-        """The rollbacks that wait for ``rolled_back``."""
+        """The rollbacks that wait for ``undone``."""
         return list(self._undoing.values())
 
-    def rolled_back(self, partition: int) -> None:
+    def undone(self, partition: int) -> None:
         """Record that the application undid its data: the new position holds, and must be stored before the next Start.
 
         Raises:

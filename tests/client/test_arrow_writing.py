@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upr_client.arrow import blocks, check_rows, row_sizes
+from upr_client.arrow import blocks, check_columns, row_sizes
 from upr_client.errors import InvalidArgumentError
 from upr_protocol.block import Block, block_keys, block_values, build_block, check_block
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX
@@ -155,7 +155,7 @@ def test_a_value_of_the_largest_size_is_a_block_of_its_own() -> None:
     ],
 )
 def test_a_bad_row_is_named(keys: list[Any], values: list[Any], words: str) -> None:
-    for call in (check_rows, lambda *them: next(blocks(*them))):
+    for call in (check_columns, lambda *them: next(blocks(*them))):
         with pytest.raises(InvalidArgumentError) as caught:
             call(pa.array(keys, BINARY), pa.array(values, BINARY))
         assert words in str(caught.value)
@@ -163,7 +163,7 @@ def test_a_bad_row_is_named(keys: list[Any], values: list[Any], words: str) -> N
 
 def test_what_is_not_binary_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="keys are int64") as caught:
-        check_rows(pa.array([1]), pa.array([b""]))
+        check_columns(pa.array([1]), pa.array([b""]))
     assert "cast" in caught.value.hint
 
 

@@ -110,7 +110,7 @@ class World:
                 continue
             assert self.session.position(partition) == before
             self.state[partition] = dict(self.at_marker[partition][pending.seqno])
-            self.session.rolled_back(partition)
+            self.session.undone(partition)
             self.at_marker[partition] = {
                 at: state for at, state in self.at_marker[partition].items() if at <= pending.seqno
             }

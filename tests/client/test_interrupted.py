@@ -510,7 +510,7 @@ def follow_for_a_while() -> None:
     assert session.rollback(
         1, 3, ID_B, "RULE", "words", FailoverLog.from_pairs([(ID_A, 0), (ID_B, 3)])
     )
-    session.rolled_back(1)
+    session.undone(1)
     session.ended([(2, 8, None)], "BUCKET_DROPPED")
     session.unfollow([1])
     session.finish([3])

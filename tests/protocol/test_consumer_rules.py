@@ -149,7 +149,7 @@ def test_undoing_takes_the_position_of_the_rollback_without_a_table(
 
     with monkeypatch.context() as patch:
         patch.setattr(PositionTable, "of", none)
-        session.rolled_back(P)
+        session.undone(P)
     expected = {P: replace(pending.after, markers=tuple(m for m in pending.after.markers if m))}
     assert session.position(P) == expected[P]
     assert session.positions([P]) == expected

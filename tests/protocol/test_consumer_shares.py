@@ -82,7 +82,7 @@ def test_a_pending_rollback_goes_with_its_partition() -> None:
     found.unfollow([P])
     assert found.undoing == []
     with pytest.raises(InvalidArgumentError, match="no rollback"):
-        found.rolled_back(P)
+        found.undone(P)
 
 
 def test_a_beginning_is_asked_for_where_nothing_is_held() -> None:
@@ -104,7 +104,7 @@ def test_after_a_rollback_to_0_the_beginning_holds_again() -> None:
     found.starts([P])
     pending = found.rollback(P, 2, 0xB, "r", "w", FailoverLog.from_pairs([(A, 0), (0xB, 2)]))
     assert pending is not None
-    found.rolled_back(P)
+    found.undone(P)
     (request,) = found.starts([P])
     assert (request.beginning, request.failover_id, request.seqno) == (1_000_000, None, 0)
 

@@ -23,7 +23,7 @@ def rolled(session: Consumer, partition: int, newest_id: int) -> None:
     )
     assert pending is not None
     assert (pending.seqno, pending.rule) == (0, BUCKET_GONE_RULE)
-    session.rolled_back(partition)
+    session.undone(partition)
 
 
 def test_only_what_has_something_is_rolled_back() -> None:
@@ -62,7 +62,7 @@ def test_a_third_version_while_the_data_of_the_first_is_undone() -> None:
     session.disconnected()
     session.opened(NEWER)
     assert session.position(1) == OLD_AT_7
-    session.rolled_back(1)
+    session.undone(1)
     assert session.position(1) == Position.fresh(NEWER)
     (start,) = session.starts([1])
     assert (start.seqno, start.failover_id) == (0, None)
@@ -104,7 +104,7 @@ def test_no_stored_position_ever_pairs_a_version_with_the_data_of_another(seed: 
             session.opened(version)
             for p in [u.partition for u in session.undoing if rng.random() < 0.7]:
                 data[p] = (0, 0)
-                session.rolled_back(p)
+                session.undone(p)
                 stored[p] = session.position(p)
             for start in session.starts(session.ready().tolist()):
                 p, log = start.partition, FailoverLog.born(newest[start.partition])

@@ -54,7 +54,7 @@ def test_every_start_carries_the_end_also_after_a_lost_call_and_a_rollback() -> 
     assert (start.seqno, start.until_exact) == (3, 5)
     pending = s.rollback(P, 2, B, "RULE", "words", log((A, 0), (B, 2)))
     assert pending is not None
-    s.rolled_back(P)
+    s.undone(P)
     (start,) = s.starts([P])
     assert (start.seqno, start.failover_id, start.until_exact) == (0, B, 5)
 

@@ -279,7 +279,7 @@ class SimulatedClient:
             return self.following.offer(rollback)
         yield from self._undo_one(rollback)
         self._record_rollback(rollback.partition, rollback.seqno)
-        self.following.rolled_back(rollback)
+        self.following.undone(rollback)
         yield
         return None
 

@@ -756,7 +756,7 @@ class AsyncChanges:
                 return self._following.offer(rollback)
         await maybe_await(policy(rollback))
         with self._mutex:
-            self._following.rolled_back(rollback)
+            self._following.undone(rollback)
         return None
 
     # The call.

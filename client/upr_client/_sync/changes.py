@@ -757,7 +757,7 @@ class Changes:
                 return self._following.offer(rollback)
         maybe_await(policy(rollback))
         with self._mutex:
-            self._following.rolled_back(rollback)
+            self._following.undone(rollback)
         return None
 
     # The call.

@@ -35,7 +35,7 @@ class PartitionStates:
         session: the state machine of the partitions.
         retries: when each partition may be started again.
         handshakes: the newest rollback answers: partition, rule, words.
-        must_save: count of position changes that must be stored before their Start is sent.
+        urgent: count of position changes that must be stored before their Start is sent.
         stuck: partitions that wait for an operator, and why.
         elsewhere: why the last answers refused a partition that another server may start, None where none did.
     """
@@ -50,7 +50,7 @@ class PartitionStates:
         self.session = session
         self.retries = backoff.Retries()
         self.handshakes: deque[tuple[int, str, str]] = deque(maxlen=4096)
-        self.must_save = 0
+        self.urgent = 0
         self.stuck: dict[int, UprError] = {}
         self.elsewhere: UprError | None = None
         self._progress = progress
@@ -110,7 +110,7 @@ class PartitionStates:
         self.stuck.pop(partition, None)
         if begins is not None:
             # Before any change: after a crash it would begin later, and what lies between would be missed.
-            self.must_save += 1
+            self.urgent += 1
             self._begun.append(partition)
 
     def take_begun(self) -> list[int]:
@@ -150,7 +150,7 @@ class PartitionStates:
             partition, message.rollback_seqno, message.failover_id, message.rule, message.words, log
         )
         if pending is None:
-            self.must_save += 1
+            self.urgent += 1
         count = self._rollbacks_in_row.get(partition, 0) + 1
         self._rollbacks_in_row[partition] = count
         if count > _ROLLBACKS_MAX:

@@ -107,7 +107,7 @@ class Saving:
         self._ownership = ownership
         self._clock = clock
         self._saved_at = clock.now()
-        self._musts_taken = self._musts_stored = 0
+        self._urgent_taken = self._urgent_stored = 0
         self._stored: dict[int, Position] = {}
         self._failures = 0
         self._not_before = 0.0
@@ -122,25 +122,25 @@ class Saving:
         return self._states.session.has_changed or (ledger is not None and ledger.has_changed)
 
     @property
-    def must(self) -> bool:
+    def is_urgent(self) -> bool:
         """Return whether a position must be stored before any Start: after a crash in between the old one must not be
         found."""
-        return self._states.must_save != self._musts_stored
+        return self._states.urgent != self._urgent_stored
 
     def is_due(self, now: float, hurry: bool) -> bool:
         """Return whether to store now; with ``hurry`` all changes are due."""
         if self._ownership is not None and not self._ownership.may_save:
             return False
         overdue = hurry or now - self._saved_at >= self._seconds
-        return now >= self._not_before and (self.must or (self.has_changed and overdue))
+        return now >= self._not_before and (self.is_urgent or (self.has_changed and overdue))
 
     def next_due(self, now: float, hurry: bool) -> float | None:
         """In how many seconds there is something to store, None for not by itself."""
-        if not (self.must or (self._is_of_use and self.has_changed)):
+        if not (self.is_urgent or (self._is_of_use and self.has_changed)):
             return None
         if self._ownership is not None and not self._ownership.may_save:
             return None
-        due = now if self.must or hurry else self._saved_at + self._seconds
+        due = now if self.is_urgent or hurry else self._saved_at + self._seconds
         return max(due, self._not_before) - now
 
     # What.
@@ -152,7 +152,7 @@ class Saving:
         """Return the partitions whose positions may have changed; ``stored`` or ``failed`` follows."""
         self._saved_at = self._clock.now()
         # Positions that change during the save are stored next.
-        self._musts_taken = self._states.must_save
+        self._urgent_taken = self._states.urgent
         changed = set(self._states.session.take_changed())
         if self._ledger is not None:
             changed |= self._ledger.take_changed()
@@ -163,7 +163,7 @@ class Saving:
         return {p: at for p, at in positions.items() if self._stored.get(p) != at}
 
     def stored(self, positions: Mapping[int, Position]) -> None:
-        self._musts_stored = self._musts_taken
+        self._urgent_stored = self._urgent_taken
         self._failures, self._not_before, self._fenced_at = 0, 0.0, None
         if self._ledger is not None:
             self._stored.update(positions)
@@ -311,7 +311,7 @@ class Following:
         ownership, membership = self.ownership, self._membership
         if membership is not None and not membership.is_told:
             return False
-        if self._saving.must:
+        if self._saving.is_urgent:
             # Where it began is not stored yet: after a crash now would be later.
             return False
         return not (ownership is not None and ownership.to_load) and self.session.all_started
@@ -357,7 +357,7 @@ class Following:
         if taken is None:
             return
         if isinstance(taken.item, Rollback):
-            self.rolled_back(taken.item)
+            self.undone(taken.item)
         elif taken.delivery is not None:
             self.session.acknowledge(taken.delivery)
 
@@ -466,16 +466,16 @@ class Following:
         self.taken = HandedOut(rollback)
         return rollback
 
-    def rolled_back(self, rollback: Rollback) -> None:
+    def undone(self, rollback: Rollback) -> None:
         partition = rollback.partition
         if not any(item.partition == partition for item in self.session.undoing):
             # Meanwhile the partition went to another member.
             return
-        self.session.rolled_back(partition)
+        self.session.undone(partition)
         self._keys.drop_above(partition, rollback.seqno)
         if self.ledger is not None:
             self.ledger.drop_above(partition, self.session.position(partition))
-        self._states.must_save += 1
+        self._states.urgent += 1
 
     # The call.
 
@@ -511,7 +511,7 @@ class Following:
         now = self._clock.now()
         messages = []
         waits: list[float] = []
-        if not self._saving.must:
+        if not self._saving.is_urgent:
             due, next_due = self._states.retries.split(self.session.ready(), now)
             if due:
                 messages.append(start_message(self.session, due, self._options.until_now))

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import BinaryType, StringType, StructType
 
-from upr_client.arrow import check_rows
+from upr_client.arrow import check_columns
 from upr_protocol.errors import InvalidArgumentError
 from upr_spark.errors import UprSparkError
 from upr_spark.sink.options import APPLY
@@ -89,7 +89,7 @@ def columns_of(batch: pa.RecordBatch, mode: str) -> tuple[pa.Array, pa.Array]:
             "give them op = 'delete'",
         )
     try:
-        check_rows(keys, values)
+        check_columns(keys, values)
     except InvalidArgumentError as error:
         raise _bad_row(
             error.message, error.hint or "leave such rows out with .where(...)"
