@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from math import isfinite
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -235,35 +235,32 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """Rows, or bundles, of one kind that go out in one Write."""
+    """Rows, or bundles, of one kind that go out in one Write.
+
+    Attributes:
+        callers: what waits for the outcome: all rows, or all bundles.
+    """
 
     number: int
     kind: Kind
     bytes: int = 0
-    rows: list[Row] = field(default_factory=list)
-    bundles: list[Bundle] = field(default_factory=list)
-
-    @property
-    def callers(self) -> Sequence[Row | Bundle]:
-        """Return what waits for the outcome."""
-        return self.bundles or self.rows
+    callers: list[Row | Bundle] = field(default_factory=list)
 
     def halves(self) -> tuple["Group", "Group"]:
         """Return two groups with half of it each, in order."""
         at = len(self.callers) // 2
-        return (
-            Group(self.number, self.kind, 0, self.rows[:at], self.bundles[:at]),
-            Group(self.number, self.kind, 0, self.rows[at:], self.bundles[at:]),
-        )
+        first, second = self.callers[:at], self.callers[at:]
+        return Group(self.number, self.kind, 0, first), Group(self.number, self.kind, 0, second)
 
     def request(self) -> kv_pb2.WriteRequest:
         """Return the Write of its rows, in their order within each partition."""
-        if self.bundles:
-            rows = join_rows([bundle.rows for bundle in self.bundles])
-            partitions = np.concatenate([bundle.partitions for bundle in self.bundles])
-            block = block_of_rows(rows, partitions)
+        if self.kind.bundles:
+            bundles = cast("list[Bundle]", self.callers)
+            partitions = np.concatenate([bundle.partitions for bundle in bundles])
+            block = block_of_rows(join_rows([bundle.rows for bundle in bundles]), partitions)
         else:
-            block = build_block([row.key for row in self.rows], [row.value for row in self.rows])
+            rows = cast("list[Row]", self.callers)
+            block = build_block([row.key for row in rows], [row.value for row in rows])
         return write_request(block, self.kind.durability)
 
     def tell(
@@ -282,12 +279,12 @@ class Group:
         """
         if error is None:
             error = ProtocolError("the answer to a write leaves out one of its partitions")
-        if self.bundles:
+        if self.kind.bundles:
             self._tell_bundles(runs, refused, error)
             return
         applied = {run[0]: run for run in runs}
         given = dict.fromkeys(applied, 0)
-        for row in self.rows:
+        for row in cast("list[Row]", self.callers):
             partition = partition_of(row.key)
             run = applied.get(partition)
             if run is not None:
@@ -311,7 +308,7 @@ class Group:
             of, starts_of, ends_of, ids_of = np.array(runs, np.uint64).T
             at = of.astype(np.int64)
             applied[at], starts[at], ends[at], ids[at] = True, starts_of, ends_of, ids_of
-        for bundle in self.bundles:
+        for bundle in cast("list[Bundle]", self.callers):
             # Within a partition its rows are behind those of the bundles before it.
             counts = np.bincount(bundle.partitions, minlength=PARTITIONS).astype(np.uint64)
             touched = counts.nonzero()[0]
@@ -376,7 +373,7 @@ class Gathering:
             self._bundles = self._begun
             group = Group(self._begun, kind)
             self._groups.append(group)
-        group.bundles.append(bundle)
+        group.callers.append(bundle)
         group.bytes += size
 
     def add(self, row: Row, durability: types_pb2.Durability.ValueType) -> None:
@@ -388,12 +385,12 @@ class Gathering:
             group is None
             or group.number < max(self._last.get(row.key, 0), self._bundles)
             or group.bytes + size > BLOCK_COLUMN_BYTES
-            or len(group.rows) == GROUP_ROWS_MAX
+            or len(group.callers) == GROUP_ROWS_MAX
         ):
             self._begun += 1
             group = self._newest[kind] = Group(self._begun, kind)
             self._groups.append(group)
-        group.rows.append(row)
+        group.callers.append(row)
         group.bytes += size
         self._last[row.key] = group.number
 
@@ -408,9 +405,11 @@ class Gathering:
         if grows and under_way.count(kind) >= kind.at_once:
             return None
         group = self._groups.popleft()
-        if self._newest.get(group.kind) is group:
-            del self._newest[group.kind]
-        for row in group.rows:
+        if kind.bundles:
+            return group
+        if self._newest.get(kind) is group:
+            del self._newest[kind]
+        for row in cast("list[Row]", group.callers):
             if self._last.get(row.key) == group.number:
                 del self._last[row.key]
         return group

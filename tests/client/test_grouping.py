@@ -303,7 +303,7 @@ async def test_rows_of_which_no_write_can_be_made_are_told(monkeypatch: pytest.M
     request = Group.request
 
     def scarce(group: Group) -> kv_pb2.WriteRequest:
-        if len(group.rows) > 1:
+        if len(group.callers) > 1:
             raise MemoryError("3 rows")
         return request(group)
 
@@ -400,7 +400,7 @@ def test_groups_have_one_kind_and_their_bounds_and_keep_the_order_of_each_key(
             begun[key].append(number)
     sent: dict[bytes, list[int]] = defaultdict(list)
     while (group := gathering.take()) is not None:
-        assert group.bytes <= BLOCK_COLUMN_BYTES or len(group.rows) == 1
+        assert group.bytes <= BLOCK_COLUMN_BYTES or len(group.callers) == 1
         for call in group.callers:
             number, _, durable = calls[id(call)]
             if isinstance(call, Row):
@@ -428,7 +428,7 @@ FATES = st.sampled_from(["refused", "refused for now", "left out", "forgotten"])
 def test_each_bundle_is_told_what_its_own_rows_were_given(
     drawn: list[list[Sized]], fates: dict[bytes, str]
 ) -> None:
-    group = Group(1, Kind(DISK, False, 1), bundles=[bundle_of(rows) for rows in drawn])
+    group = Group(1, Kind(DISK, False, 1), callers=[bundle_of(rows) for rows in drawn])
     of = {partition_of(key): fate for key, fate in fates.items()}
     seqnos = {partition_of(key): 7 for key in KEYS}
     expected: list[dict[int, tuple[int, int, int, int]]] = []
@@ -450,7 +450,7 @@ def test_each_bundle_is_told_what_its_own_rows_were_given(
         if fate.startswith("refused")
     }
     group.tell(runs, refused, NoRoomError("full"))
-    for bundle, given in zip(group.bundles, expected, strict=True):
+    for bundle, given in zip(group.callers, expected, strict=True):
         found = {of.get(p) for p in given}
         outcome = bundle.outcome
         if "left out" in found:
@@ -478,7 +478,7 @@ def test_a_group_that_nothing_can_join_any_more_does_not_wait() -> None:
     assert gathering.take([deletes, deletes]) is None
     both = gathering.take([deletes])
     assert both is not None
-    assert len(both.bundles) == 2
+    assert len(both.callers) == 2
 
 
 @pytest.mark.asyncio
@@ -550,7 +550,7 @@ def test_a_group_has_so_many_rows_at_most() -> None:
     for number in range(GROUP_ROWS_MAX + 1):
         gathering.add(Row(b"%d" % number, b"", lambda: None), DISK)
     groups = [gathering.take(), gathering.take(), gathering.take()]
-    assert [group and len(group.rows) for group in groups] == [GROUP_ROWS_MAX, 1, None]
+    assert [group and len(group.callers) for group in groups] == [GROUP_ROWS_MAX, 1, None]
 
 
 def test_a_partition_that_an_answer_leaves_out_is_an_error_and_no_silence() -> None:
