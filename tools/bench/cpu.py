@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tests.harness import RunningServer
 from tools.bench.common import batches, say, server, zipfian_rows
@@ -50,6 +50,24 @@ def server_cpu(running: RunningServer) -> float:
     for task in Path(f"/proc/{running.pid}/task").iterdir():
         total += int((task / "schedstat").read_text().split()[0])
     return total / 1e9
+
+
+class Spent(NamedTuple):
+    """Seconds of time, of the server's CPU and of this process's."""
+
+    taken: float
+    server: float
+    client: float
+
+
+def watch(running: RunningServer) -> Callable[[], Spent]:
+    """Return a function that tells what was spent from now on."""
+
+    def now() -> Spent:
+        return Spent(time.perf_counter(), server_cpu(running), time.process_time())
+
+    began = now()
+    return lambda: Spent(*(b - a for a, b in zip(began, now(), strict=True)))
 
 
 async def _ingest(target: str) -> int:
@@ -191,10 +209,11 @@ def measure() -> dict[str, float]:
         asyncio.run(_write_few(running.target))
         asyncio.run(_resume(running.target, store))
         for name, opening in (("start", _start), ("resume", partial(_resume, store=store))):
-            began, ours = server_cpu(running), time.process_time()
+            spent = watch(running)
             asyncio.run(opening(running.target))
-            found[f"{name} of 1,024"] = (server_cpu(running) - began) / OPENINGS * 1e6
-            found[f"{name} of 1,024, SDK"] = (time.process_time() - ours) / OPENINGS * 1e6
+            _, found[f"{name} of 1,024"], found[f"{name} of 1,024, SDK"] = (
+                seconds / OPENINGS * 1e6 for seconds in spent()
+            )
         loads = (("ingest", _ingest), ("drain, tail", _drain), ("single set", _singles))
         for name, load in loads:
             began = server_cpu(running)

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from tests.harness import RunningServer
 from tools.bench.common import VALUE_BYTES, Figure, Row, WrongResultError, server
-from tools.bench.cpu import server_cpu, until_idle
+from tools.bench.cpu import Spent, until_idle, watch
 from upr_client import AsyncClient
 from upr_client.types import AsyncBucket
 
@@ -26,37 +26,23 @@ _DATA: Final = random.Random(1).randbytes(BATCH + VALUE_BYTES)
 
 
 class _Cost(NamedTuple):
-    """Rows, and the seconds of time, of the server's CPU and of the SDK's that they took."""
+    """Rows, and what they took."""
 
     rows: int
-    taken: float
-    server: float
-    sdk: float
+    spent: Spent
 
     @property
     def rate(self) -> float:
-        return self.rows / self.taken
+        return self.rows / self.spent.taken
 
     @property
     def micros(self) -> float:
         """CPU of both, microseconds a row."""
-        return (self.server + self.sdk) / self.rows * 1e6
+        return (self.spent.server + self.spent.client) / self.rows * 1e6
 
     def words(self) -> str:
-        shares = (cpu / self.rows * 1e6 for cpu in (self.server, self.sdk))
+        shares = (seconds / self.rows * 1e6 for seconds in self.spent[1:])
         return "CPU {:.2f} + {:.2f} us a row".format(*shares)
-
-
-class _Watch:
-    """Measures what happens from here on."""
-
-    def __init__(self, running: RunningServer) -> None:
-        self._running = running
-        self._began = (time.perf_counter(), server_cpu(running), time.process_time())
-
-    def cost(self, rows: int) -> _Cost:
-        now = (time.perf_counter(), server_cpu(self._running), time.process_time())
-        return _Cost(rows, *(b - a for a, b in zip(self._began, now, strict=True)))
 
 
 def _batch(first: int) -> list[Row]:
@@ -74,19 +60,19 @@ async def _ingest(running: RunningServer, rows: int) -> tuple[_Cost, _Cost]:
         bucket = client.bucket()
         await bucket.set(b"key-%012d" % 0, b"")
         last = rows - rows // 10
-        watch = _Watch(running)
+        spent = watch(running)
         for part in (range(0, last, BATCH), range(last, rows, BATCH)):
-            late = _Watch(running)
+            late = watch(running)
             firsts = iter(part)
             async with asyncio.TaskGroup() as group:
                 for _ in range(TASKS):
                     group.create_task(_write(bucket, firsts))
-        return watch.cost(rows), late.cost(rows - last)
+        return _Cost(rows, spent()), _Cost(rows - last, late())
 
 
 async def _drain(running: RunningServer, rows: int) -> _Cost:
     """Read all blocks; there must be so many rows, besides the first one's older version that may still be there."""
-    watch = _Watch(running)
+    spent = watch(running)
     found = 0
     async with (
         AsyncClient(running.target) as client,
@@ -96,7 +82,7 @@ async def _drain(running: RunningServer, rows: int) -> _Cost:
             found += batch.rows
     if found not in (rows, rows + 1):
         raise WrongResultError(f"{found} rows were read; {rows} were written")
-    return watch.cost(rows)
+    return _Cost(rows, spent())
 
 
 def _anonymous(running: RunningServer) -> float:
@@ -118,9 +104,9 @@ def _measure(rows: int, tail: list[_Cost]) -> Iterator[Figure]:
             tail.append(asyncio.run(_drain(running, rows)))
             note = tail[0].words()
             yield Figure(f"{name}: drain of the tail", tail[0].rate, "rows/s", note=note)
-        settling = _Watch(running)
+        spent = watch(running)
         until_idle(running)
-        settled = settling.cost(rows)
+        settled = spent()
         note = f"server, {settled.taken:.1f} s"
         yield Figure(f"{name}: settling", settled.server / rows * 1e6, "us/row", note=note)
         began = time.perf_counter()

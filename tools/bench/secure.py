@@ -4,13 +4,12 @@ import asyncio
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from tools.bench.common import Figure, Row, batches, say, server, write_batches
-from tools.bench.cpu import server_cpu
+from tools.bench.cpu import watch
 from tools.bench.singles import awaited_sets
 from upr.service.access.identities import add_identity
 from upr_client import AsyncClient
@@ -53,10 +52,10 @@ async def _run(running: Any, rows: list[Row], login: dict[str, Any]) -> Found:
             f"set, awaited, {TASKS} tasks": lambda: _singles(client),
         }
         for name, work in works.items():
-            used, began = server_cpu(running), time.perf_counter()
+            spent = watch(running)
             count = await work()
-            taken = time.perf_counter() - began
-            found[name] = count / taken, (server_cpu(running) - used) / count * 1e6
+            taken, used, _ = spent()
+            found[name] = count / taken, used / count * 1e6
     return found
 
 

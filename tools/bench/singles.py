@@ -11,7 +11,7 @@ import numpy as np
 from tests.harness import RunningServer
 from tools.bench.children import bare_calls, bare_server
 from tools.bench.common import VALUE_BYTES, Figure, server
-from tools.bench.cpu import server_cpu
+from tools.bench.cpu import watch
 from upr_client import AsyncClient
 from upr_client.types import AsyncBucket
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
@@ -47,13 +47,12 @@ async def _measure(running: RunningServer, bare: str, tasks: int, rows: int) -> 
         await awaited_sets(bucket, tasks, tasks * 10)
         await bare_calls(channel, 3)
         floors = await bare_calls(channel, BARE_CALLS)
-        before, ours, began = server_cpu(running), time.process_time(), time.perf_counter()
+        spent = watch(running)
         delays = await awaited_sets(bucket, tasks, rows)
-        taken = time.perf_counter() - began
-        micros = [(time.process_time() - ours) * 1e6, (server_cpu(running) - before) * 1e6]
+        taken, *used = spent()
         p50, p99 = np.percentile(delays, (50, 99)) * 1e3
         floor = float(np.median(floors + await bare_calls(channel, BARE_CALLS)))
-    client_row, server_row = (used / len(delays) for used in micros)
+    server_row, client_row = (seconds / len(delays) * 1e6 for seconds in used)
     note = f"p50 {p50:.1f} ms, {p50 / floor:.1f} bare calls of {floor:.2f} ms, p99 {p99:.1f} ms, CPU a row {server_row:.0f} + {client_row:.0f} us"
     rate = len(delays) / taken
     return Figure(f"set, awaited, fsynced, {tasks} tasks", rate, "rows/s", note=note)

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from tools.bench.common import (
     server,
     write_batches,
 )
-from tools.bench.cpu import server_cpu
+from tools.bench.cpu import watch
 from upr_client import AsyncClient
 
 SIZES: Final = {"128 B": 128, "1 KiB": 2**10, "16 KiB": 2**14, "1 MiB": 2**20}
@@ -36,12 +35,10 @@ def _rows(size: int) -> list[Row]:
 async def _timed(
     running: RunningServer, what: str, mb: float, work: Callable[[], Awaitable[Any]]
 ) -> Figure:
-    before, ours, began = server_cpu(running), time.process_time(), time.perf_counter()
+    spent = watch(running)
     await work()
-    taken = time.perf_counter() - began
-    spent = time.process_time() - ours, server_cpu(running) - before
-    client, served = (seconds * 1e3 / mb for seconds in spent)
-    note = f"CPU a MB: server {served:.1f} + client {client:.1f} ms"
+    taken, served, client = spent()
+    note = f"CPU a MB: server {served * 1e3 / mb:.1f} + client {client * 1e3 / mb:.1f} ms"
     return Figure(what, mb / taken, "MB/s", note=note)
 
 
