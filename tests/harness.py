@@ -80,6 +80,21 @@ async def poll(ask: Callable[[], Awaitable[_T]], enough: Callable[[_T], object] 
             await asyncio.sleep(pause(began))
 
 
+async def until(is_so: Callable[[], object]) -> None:
+    """Wait until something is so that takes no asking."""
+
+    async def asked() -> object:
+        return is_so()
+
+    await poll(asked)
+
+
+async def pass_turns(count: int = 1000) -> None:
+    """Give others turns of the event loop: more than anything needs that waits for no thread."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 class ServerFailed(Exception):
     """The server ended, or was not ready in time."""
 

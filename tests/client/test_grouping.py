@@ -22,6 +22,7 @@ from tests.client.scripted import (
     write_opened,
     write_refused,
 )
+from tests.harness import pass_turns
 from upr_client import AsyncClient
 from upr_client._async import block_writer as writer_module
 from upr_client._async.block_writer import AsyncBlockWriter
@@ -66,8 +67,7 @@ async def begun(bucket: AsyncBucket, keys: list[bytes]) -> list[asyncio.Task[Wri
     tasks = []
     for several, durability in ((keys[:1], "disk"), (keys[1:2], "memory"), (keys[2:], "disk")):
         tasks += [asyncio.create_task(bucket.set(key, b"v", durability)) for key in several]
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        await pass_turns(TURNS)
     return tasks
 
 
@@ -494,8 +494,7 @@ async def test_of_writes_that_wait_for_room_the_first_goes_first(
             tasks = []
             for key, size in zip([*KEYS[:3], KEYS[2]], sizes, strict=True):
                 tasks.append(asyncio.create_task(bucket.write_many([(key, bytes(size))])))
-                for _ in range(TURNS):
-                    await asyncio.sleep(0)
+                await pass_turns(TURNS)
             await asyncio.gather(*tasks)
         (heard,) = server.calls["write"]
     assert [len(write.block.values) for write in heard.of("write")] == sizes
@@ -511,8 +510,7 @@ async def many(
             tasks = []
             for keys in calls:
                 tasks.append(asyncio.create_task(bucket.write_many([(key, b"v") for key in keys])))
-                for _ in range(TURNS):
-                    await asyncio.sleep(0)
+                await pass_turns(TURNS)
             told = await asyncio.gather(*tasks, return_exceptions=True)
         rows = [
             [block_from_message(w.block, numbered=False).rows for w in heard.of("write")]

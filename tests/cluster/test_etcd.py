@@ -13,7 +13,7 @@ import pytest
 
 from tests.client.certificates import make_certificate
 from tests.etcd import RunningEtcd, running_etcd
-from tests.harness import poll
+from tests.harness import poll, until
 from upr.cluster.etcd import CALL_SECONDS, Etcd
 from upr.cluster.map import MapRows
 from upr.cluster.registry import Map, Place
@@ -159,7 +159,7 @@ async def test_certificates_and_a_user_are_exchanged_under_load(tmp_path: Path) 
 
         async def goes_on() -> None:
             before = changes
-            await poll(lambda: asyncio.sleep(0, changes), lambda now: now > before + 1)
+            await until(lambda: changes > before + 1)
 
         writers = [asyncio.create_task(write()) for _ in range(2)]
         await goes_on()

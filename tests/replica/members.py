@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from tests.harness import poll
+from tests.harness import until
 from upr.engine.bucket import Written
 from upr.replica.ownership import Ownership
 from upr.replica.replica_service import ReplicaMethods
@@ -65,13 +65,6 @@ class Member:
         """Be as if a join had begun, and nothing of it had come yet."""
         self.upstream_state.begin_tables()
         await self.upstream_state.set_joining(True)
-
-
-async def until(ask: Callable[[], bool]) -> None:
-    async def asked() -> bool:
-        return ask()
-
-    await poll(asked)
 
 
 async def never(*_: object) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness import WAIT_SECONDS
-from tests.replica.members import Start, leave_alone, never, start_set, until
+from tests.harness import WAIT_SECONDS, pass_turns, until
+from tests.replica.members import Start, leave_alone, never, start_set
 from tests.service.keys import some_keys
 from upr.engine.partitions import ACTIVE
 from upr.replica import ownership, replication
@@ -655,8 +655,7 @@ async def test_a_round_beside_it_does_not_count_one_that_is_forgotten(
     met = next(iter(owner.peers.met.values()))
     owner.peers.met |= {f"{n:016x}": met for n in (1, 2)}
     counting = asyncio.create_task(owner.counted_replicas.count())
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await pass_turns(10)
     may_store.set()
     await asyncio.gather(forgetting, counting)
     assert goes not in owner.standing.row.counted

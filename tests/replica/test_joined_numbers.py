@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tests.harness import WAIT_SECONDS, poll
+from tests.harness import WAIT_SECONDS, poll, until
 from tests.replica.members import (
     PRODUCER,
     A,
@@ -15,7 +15,6 @@ from tests.replica.members import (
     leave_alone,
     never,
     start_set,
-    until,
     write,
 )
 from upr.replica.upstream_tables import take_tables

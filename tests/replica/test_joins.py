@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.test_replication import entry
+from tests.harness import until
 from tests.replica.members import (
     PRODUCER,
     A,
@@ -20,7 +21,6 @@ from tests.replica.members import (
     leave_alone,
     never,
     start_set,
-    until,
     write,
 )
 from tests.storage.closed import Closed

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.engine.test_replication import entry
-from tests.service.test_host import TURNS
+from tests.harness import pass_turns, until
 from tests.storage.closed import Closed
 from upr.config import ServerConfig
 from upr.engine.partitions import DEAD
@@ -312,15 +312,12 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
         told = [one.positions for one in acks if one.joining == joining]
         return [(int(p), int(s)) for ack in told for p, s in np.frombuffer(ack, POSITION)]
 
-    while host.bucket.partitions.durable[3] < 3:
-        await asyncio.to_thread(int)
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await until(lambda: host.bucket.partitions.durable[3] >= 3)
+    await pass_turns()
     # It is not in step: what it has is no copy to rely on, and holds up purging.
     assert (acknowledged(), acknowledged(joining=True)) == ([], [(3, 2)])
     upstream.say(wire.FollowResponse(tables=wire.Tables(complete=True)))
-    while not acknowledged():
-        await asyncio.to_thread(int)
+    await until(acknowledged)
     assert acknowledged() == [(3, 2)]
     # Nothing is to be undone, so that it flushes as everybody.
     assert not host.bucket.may_undo
@@ -330,8 +327,7 @@ async def test_what_is_acknowledged_is_a_complete_marker(host: BucketService) ->
         problem=types.Problem(reason="HISTORY_CHANGED", retriable=True),
     )
     upstream.say(wire.FollowResponse(ended=ended), started(8))
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
     assert acknowledged() == [(3, 2), (3, 2)]
     assert sum(one.HasField("start") for one in upstream.told) == 2
     task.cancel()

@@ -1,11 +1,10 @@
 """What tests of several buckets ask of a server and of its data directory, and a server in this process."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
-from tests.harness import WAIT_SECONDS, RunningServer
+from tests.harness import RunningServer, until
 from tests.raw import RawClient
 from upr.config import ServerConfig
 from upr.service.buckets.bucket_service import BucketService
@@ -34,13 +33,6 @@ def break_journal(server: RunningServer, version: int) -> None:
     data = bytearray(segment.read_bytes())
     data[100] ^= 1
     segment.write_bytes(data)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def folders_are(server: RunningServer, expected: Iterable[int]) -> None:

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from tests.client.certificates import Certificate, make_certificate
 from tests.conftest import StartServer
-from tests.harness import RunningServer, poll, wait_until
+from tests.harness import RunningServer, poll, until, wait_until
 from tests.service.bucket_state import break_journal
 from tests.service.pages import ask as ask_page
 from tests.service.pages import http_of
@@ -630,18 +630,14 @@ async def test_certificates_and_tokens_change_under_load(
 
     async def more(counts: list[int]) -> None:
         before = list(counts)
-        await poll(
-            lambda: asyncio.sleep(0, [c - b for c, b in zip(counts, before, strict=True)]), min
-        )
+        await until(lambda: all(c > b for c, b in zip(counts, before, strict=True)))
 
     async with load(guarded.target, tls=trusted, token=shown) as counts:
         await more(counts)
         assert await asyncio.to_thread(presented) == first.chain
         # The certificate alone does not go with the key.
         chain.write_bytes(second.chain)
-        await poll(
-            lambda: asyncio.sleep(0, guarded.server.log_text()), lambda log: "cannot be used" in log
-        )
+        await until(lambda: "cannot be used" in guarded.server.log_text())
         await more(counts)
         assert await asyncio.to_thread(presented) == first.chain
         async with AsyncClient(guarded.target, tls=trusted, token=shown) as client:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import RunningServer, until
 from tests.raw import RawClient, RawFollow, all_rows, start_at
-from tests.service.bucket_state import connected, until
+from tests.service.bucket_state import connected
 from tests.service.keys import some_keys
 from tests.service.test_compression import zstd_server
 from upr.service import follow as beginnings_module

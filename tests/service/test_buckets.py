@@ -10,9 +10,9 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, until
 from tests.raw import RawClient, RawWriter, start_at
-from tests.service.bucket_state import folders, folders_are, rows_of, serving, until
+from tests.service.bucket_state import folders, folders_are, rows_of, serving
 from tests.service.keys import some_keys
 from upr import failpoints
 from upr.config import ServerConfig

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, pass_turns
 from tests.service.bucket_state import started
-from tests.service.test_host import TURNS, Script, opening, rows
+from tests.service.test_host import Script, opening, rows
 from upr.service import key_value
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
@@ -55,8 +55,7 @@ async def settled(world: World, numbered: int) -> None:
     """Wait until so many rows are durable, and all that follows from it has happened."""
     while sum(world.host.bucket.partitions.durable.tolist()) < numbered:
         await asyncio.to_thread(int)
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
 
 
 @pytest_asyncio.fixture
@@ -86,16 +85,14 @@ async def test_a_write_is_answered_when_it_is_stable_and_another_does_not_wait_f
     assert fast.said.empty()
     world.acknowledge(b"fast")
     assert (await answer(fast)).runs
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
     assert slow.said.empty()
     # Durable here long before it is its turn.
     slow.send(2, rows(b"late"), REPLICATED)
     await settled(world, 4)
     world.acknowledge(b"slow")
     assert (await answer(slow)).number == 1
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
     assert slow.said.empty()
     world.acknowledge(b"late")
     assert (await answer(slow)).number == 2

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, pass_turns
 from upr.engine.streams import SHUTTING_DOWN
 from upr.service import follow as follow_module
 from upr.service.buckets.catalog import Catalog
@@ -19,7 +19,6 @@ from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
-TURNS = 1000
 """Turns of the loop after which everything that can go on without the other side has gone on."""
 
 
@@ -91,8 +90,7 @@ async def test_answers_wait_in_bounded_number_for_a_consumer_that_does_not_read(
     call = begin(methods, transport)
     for _ in range(50):
         transport.say(start=starts())
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
     assert transport.unread_requests > 40, "requests were taken though no answer could be sent"
     transport.reading.set()
     await transport.until(lambda: sum(m.HasField("start_answers") for m in transport.told) == 50)
@@ -186,8 +184,7 @@ async def test_a_server_that_stood_still_hears_what_came_meanwhile(
     for _ in range(3):
         # Longer than three intervals, in which the loop does nothing at all; gRPC takes some turns to hand over.
         time.sleep(0.3)  # noqa: ASYNC251
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await pass_turns(10)
         transport.say(pong=wire.Pong())
         kinds = {message.WhichOneof("message") for message in transport.told}
         assert kinds <= {"opened", "heartbeat"}
@@ -240,12 +237,10 @@ async def test_a_small_frame_waits_for_its_round_and_everything_else_does_not(
     methods._rounds.pace.interval = 1000.0
     write(1)
     write(2)
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
     assert len(frames(transport)) == 1
     transport.say(stop=wire.Stop(partitions=[2]))
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
     assert ends(transport) == ["STOPPED"]
     assert len(frames(transport)) == 1
     # A stream that opens, with an end or without, is sent what there is.

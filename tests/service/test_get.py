@@ -11,8 +11,9 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import until
 from tests.raw import RawClient, error_of
-from tests.service.bucket_state import connected, until
+from tests.service.bucket_state import connected
 from tests.service.keys import some_keys
 from tests.service.test_compression import damage, zstd_server
 from tests.service.test_merging import Writer

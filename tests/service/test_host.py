@@ -10,7 +10,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, pass_turns, until
 from tests.service.bucket_state import started
 from tests.service.keys import some_keys
 from tests.storage.stored_blocks import numbers_of
@@ -46,7 +46,6 @@ from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
 
-TURNS = 1000
 """Turns of the loop after which everything that can go on without the disk has gone on."""
 
 
@@ -339,8 +338,7 @@ async def test_writes_wait_when_the_tail_holds_twice_its_size(
     monkeypatch.setattr(host.disk.store, "put_flush", hold)
     tasks = [asyncio.create_task(host.write(rows(b"a"), b"", None, 0)) for _ in range(20)]
     await tasks[0]
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
     numbered = sum(task.done() for task in tasks)
     assert 0 < numbered < 5
     assert host.bucket.tail.bytes < 4000
@@ -393,8 +391,7 @@ async def test_answers_wait_for_the_disk_in_order(
     context.send(3, rows(b"a"), types.DURABILITY_MEMORY)
     while sum(host.bucket.partitions.high.tolist()) < 3:
         await asyncio.to_thread(int)
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
     assert context.said.empty(), "a disk write, or one behind it, was answered before the fsync"
     assert sum(host.bucket.partitions.high.tolist()) == 3
     held.set()
@@ -432,14 +429,12 @@ async def test_an_answer_that_is_not_due_is_not_told_with_one_that_is(
     # The second is numbered while the first is on its way to the disk, and so goes there after it.
     assert await asyncio.to_thread(entered.acquire, timeout=WAIT_SECONDS)
     context.send(2, rows(b"a"))
-    while sum(host.bucket.partitions.high.tolist()) < 2:
-        await asyncio.to_thread(int)
+    await until(lambda: sum(host.bucket.partitions.high.tolist()) == 2)
     for number in (1, 2):
         held.release()
         async with asyncio.timeout(WAIT_SECONDS):
             assert (await context.said.get()).result.number == number
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        await pass_turns()
         assert context.said.empty()
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
@@ -469,8 +464,7 @@ async def test_the_answer_to_a_repeated_write_waits_for_the_disk_too(
         contexts.append(context)
         while sum(host.bucket.partitions.high.tolist()) < 1:
             await asyncio.to_thread(int)
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
     early = [not context.said.empty() for context in contexts]
     held.set()
     async with asyncio.timeout(WAIT_SECONDS):
@@ -616,8 +610,7 @@ async def test_a_call_that_ends_leaves_its_read_to_grpc(catalog: Catalog, ending
     assert context.lost_reads == 0
     # It comes too late, and is neither numbered nor answered.
     context.send(2, rows(b"k"))
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+    await pass_turns()
     assert not context.messages.qsize()
     assert context.said.empty()
     assert int(host.bucket.partitions.high.max()) == 1

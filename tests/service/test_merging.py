@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS, RunningServer
+from tests.harness import WAIT_SECONDS, RunningServer, poll
 from tests.model import ModelPartition, Row, State, apply, partition_of
 from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
 from tests.service.bucket_state import started
@@ -178,12 +178,11 @@ async def purged(client: RawClient) -> dict[int, int]:
 
 async def until_purged(client: RawClient, above: dict[int, int]) -> dict[int, int]:
     """Wait until purge seqnos have risen in most partitions."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        while True:
-            found = await purged(client)
-            if sum(found[p] > above[p] for p in USED) > len(USED) // 2:
-                return found
-            await asyncio.sleep(0.05)
+
+    def most(found: dict[int, int]) -> bool:
+        return sum(found[p] > above[p] for p in USED) > len(USED) // 2
+
+    return await poll(lambda: purged(client), most)
 
 
 @pytest.mark.asyncio

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, until
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.service.admin import AdminMethods, Process
@@ -195,9 +195,7 @@ async def test_a_purge_that_fails_once_its_caller_has_left_disturbs_nobody(
     with pytest.raises(asyncio.CancelledError):
         await purge
     let.set()
-    async with asyncio.timeout(WAIT_SECONDS):
-        while host.compactor._work:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: not host.compactor._work)
     await asyncio.sleep(0)
     gc.collect()
     assert unhandled == []
@@ -222,8 +220,7 @@ async def test_a_merge_that_waits_for_room_lets_others_have_their_turn(
         assert (await host.compactor.purge(P, dry_run=True)).purged == 1
         assert ends(host) == [2, 4]
         size = 1 << 40
-        while ends(host) != [4]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: ends(host) == [4])
     host.compactor.stop()
     await task
 

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import os
 import threading
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS, poll
+from tests.harness import WAIT_SECONDS, poll, until
 from tests.proxy import Proxy
 from tests.raw import RawClient, RawWriter
 from upr.service.overload import intake as intake_module
@@ -73,14 +72,6 @@ def sampled(pid: int) -> Iterator[list[int]]:
 def within(samples: list[int]) -> None:
     assert len(samples) > 3
     assert max(samples) < LIMIT_BYTES, f"{max(samples) / MIB:.0f} MiB"
-
-
-async def until_below(pid: int, limit: int) -> None:
-    """Wait until freed memory has gone back."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while anonymous(pid) > limit:
-        assert time.monotonic() < deadline, f"{anonymous(pid) / MIB:.0f} MiB remain"
-        await asyncio.sleep(0.1)
 
 
 def large(size: int = VALUE_BYTES) -> types.Block:
@@ -245,7 +236,7 @@ async def test_idle_calls_keep_nothing_of_what_they_have_written(
         for writer in writers:
             await write_large(writer, block)
         # What is not in the tail any more has gone back while the calls are still open.
-        await until_below(server.pid, 110 * MIB)
+        await until(lambda: anonymous(server.pid) <= 110 * MIB)
         for writer in writers:
             await write_large(writer, large(10))
     within(samples)

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import poll
+from tests.harness import pass_turns, poll
 from tests.raw import RawClient, RawFollow, start_at
 from tests.service.test_received import MIB, sampled, within
 from upr.service.overload.sending_room import Sender, SendingRoom
@@ -104,8 +104,7 @@ async def test_who_takes_nothing_is_ended_only_while_others_wait(
     first, reading, second = Call(), Call(), Call()
     room.hold(reading.sender, 1)
     room.hold(first.sender, SENDING_BYTES, sending=True)
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await pass_turns(3)
     assert not first.ended.is_set()
     assert not room.join(second.sender)
     async with asyncio.timeout(30):

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, pass_turns
 from tests.service.bucket_state import started
-from tests.service.test_host import TURNS, Script, opening, rows
+from tests.service.test_host import Script, opening, rows
 from upr.service import key_value
 from upr.service.buckets import serving
 from upr.service.buckets.catalog import Catalog
@@ -31,8 +31,7 @@ async def test_a_write_is_neither_numbered_nor_answered_while_another_may_serve(
     assert (await context.said.get()).HasField("opened")
 
     async def rest() -> None:
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        await pass_turns()
 
     # It is numbered, and then it is not known any more who serves.
     take, numbered = host._wake_committer, asyncio.Event()
@@ -90,8 +89,7 @@ async def test_an_answer_is_not_handed_over_once_another_may_serve(
     context.send(1, rows(b"a"))
     async with asyncio.timeout(WAIT_SECONDS):
         await made.wait()
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        await pass_turns()
         early = not context.said.empty()
         may = True
         host.disk.changed()
