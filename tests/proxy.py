@@ -6,7 +6,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 Direction = Literal["to server", "to client"]
@@ -84,12 +83,7 @@ class Proxy:
         self._do(self._listen)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._do(self._close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_SECONDS)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -54,12 +53,7 @@ class RawClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
     async def hello(

@@ -7,7 +7,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from upr_client import backoff
@@ -247,12 +246,7 @@ class AsyncChanges:
         self._bucket.connection.open.append(self.close)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

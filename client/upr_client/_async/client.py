@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -93,12 +92,7 @@ class AsyncClient:
         self._connection.check_usable()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def bucket(self, name: str = "default", *, producer: str | None = None) -> AsyncBucket:

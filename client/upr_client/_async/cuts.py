@@ -1,7 +1,6 @@
 """Cuts: asking for them, a cut that was made, and one held for a ``with`` block."""
 
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 
 from upr_client._async.call import BucketHandle
 from upr_client.admin import CutInfo, cut_info, lease_seconds
@@ -121,12 +120,7 @@ class AsyncHeldCut:
         self._cut = await create_cut(self._bucket, *self._arguments)
         return self._cut
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         cut, self._cut = self._cut, None
         if cut is None:
             return

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from types import TracebackType
 from typing import Any, Self
 
 from upr_client._async.call import BucketHandle
@@ -63,12 +62,7 @@ class AsyncView:
         self._reader = Background(self._read, "upr-view")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -4,7 +4,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from upr_client._async.block_writer import AsyncBlockWriter, Write
@@ -85,12 +84,7 @@ class AsyncWriter:
         self._sender = Background(self._run, "upr-batches")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             await self.close()
             return

@@ -8,7 +8,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from upr_client import backoff
@@ -248,12 +247,7 @@ class Changes:
         self._bucket.connection.open.append(self.close)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

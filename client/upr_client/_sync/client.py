@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -94,12 +93,7 @@ class Client:
         self._connection.check_usable()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def bucket(self, name: str = "default", *, producer: str | None = None) -> Bucket:

@@ -2,7 +2,6 @@
 """Cuts: asking for them, a cut that was made, and one held for a ``with`` block."""
 
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 
 from upr_client._sync.call import BucketHandle
 from upr_client.admin import CutInfo, cut_info, lease_seconds
@@ -122,12 +121,7 @@ class HeldCut:
         self._cut = create_cut(self._bucket, *self._arguments)
         return self._cut
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         cut, self._cut = self._cut, None
         if cut is None:
             return

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from types import TracebackType
 from typing import Any, Self
 
 from upr_client._sync.call import BucketHandle
@@ -64,12 +63,7 @@ class View:
         self._reader = Background(self._read, "upr-view")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from upr_client._sync.block_writer import BlockWriter, Write
@@ -86,12 +85,7 @@ class Writer:
         self._sender = Background(self._run, "upr-batches")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
