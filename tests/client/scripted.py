@@ -38,7 +38,7 @@ from upr_protocol.wire.v1.key_value_service_pb2_grpc import (
 )
 
 VERSION = 0xB0C4E7
-ID_A, ID_B, ID_C = 0xA, 0xB, 0xC
+ID_A, ID_B = 0xA, 0xB
 
 
 class Step:

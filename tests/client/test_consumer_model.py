@@ -42,7 +42,6 @@ class World:
         self.copies: list[dict[int, ModelPartition]] = []
         self.session = Consumer(PARTITIONS, inclusive=inclusive)
         self.session.opened(77)
-        self.stored: dict[int, Position] = {}
         self.state: dict[int, State] = {p: {} for p in PARTITIONS}
         self.at_marker: dict[int, dict[int, State]] = {p: {0: {}} for p in PARTITIONS}
         self.tokens: dict[int, int] = {}

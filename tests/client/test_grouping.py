@@ -336,11 +336,8 @@ async def test_a_cancelled_write_leaves_the_others_alone() -> None:
     assert rows == [[1, 1, 3]]
 
 
-@pytest.mark.asyncio
-async def test_closing_sends_what_was_begun() -> None:
-    parts = sorted([(C, 0, 1), (D, 0, 1), (E, 0, 1)])
-    script: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 3, HalfClosed()]
-    script += [applied(1, (A, 0, 1)), applied(2, (B, 0, 1)), applied(3, *parts)]
+async def closed_at_once(script: list[Step]) -> list[WriteResult | BaseException]:
+    """Begin writes of KEYS, close the client, and return what came of them."""
     async with serve(write=[script]) as server:
         client = AsyncClient(server.target)
         bucket = client.bucket()
@@ -349,20 +346,21 @@ async def test_closing_sends_what_was_begun() -> None:
         # Closing before the server took the call would end it at once.
         assert await writer._opened.wait() or writer._accepted
         await client.close()
-        assert await asyncio.gather(*tasks) == [went(p) for p in (A, B, C, D, E)]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_closing_sends_what_was_begun() -> None:
+    parts = sorted([(C, 0, 1), (D, 0, 1), (E, 0, 1)])
+    script: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 3, HalfClosed()]
+    script += [applied(1, (A, 0, 1)), applied(2, (B, 0, 1)), applied(3, *parts)]
+    assert await closed_at_once(script) == [went(p) for p in (A, B, C, D, E)]
 
 
 @pytest.mark.asyncio
 async def test_what_the_window_does_not_take_before_closing_is_not_told_as_unknown() -> None:
     script: list[Step] = [Expect("open"), write_opened(in_flight=1), Expect("write"), HalfClosed()]
-    async with serve(write=[[*script, applied(1, (A, 0, 1))]]) as server:
-        client = AsyncClient(server.target)
-        bucket = client.bucket()
-        tasks = await begun(bucket, KEYS)
-        writer = bucket._writer()
-        assert await writer._opened.wait() or writer._accepted
-        await client.close()
-        told = await asyncio.gather(*tasks, return_exceptions=True)
+    told = await closed_at_once([*script, applied(1, (A, 0, 1))])
     assert told[0] == went(A)
     assert {type(one) for one in told[1:]} == {ClosedError}
 

@@ -214,7 +214,6 @@ class World:
     bucket: Bucket = field(default_factory=bucket)
     now: int = 100
     times: dict[int, list[int]] = field(default_factory=lambda: {MINE: [], OTHER: []})
-    stored_rows: int = 0
     plan: FlushPlan | None = None
     parts: list[FlushSlice] = field(default_factory=list)
 

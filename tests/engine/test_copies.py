@@ -215,14 +215,20 @@ def test_the_rest_of_a_write_that_was_applied_in_part_is_not_numbered_with_too_f
     assert b.partitions.high[B] == 1
 
 
-def test_what_is_left_of_a_call_that_was_replaced_does_not_count() -> None:
-    b = bucket()
-    old = replica(b, ONE, A)
+def counted(b: Bucket) -> Follower:
+    """A replica that is counted, and has all that there is: a row."""
+    follower = replica(b, ONE, A)
     b.count(frozenset({ONE}), {ONE})
     put(b, A)
     commit(b)
-    sent(old)
-    old.acknowledge(*told(p3=1), now=1)
+    sent(follower)
+    follower.acknowledge(*told(p3=1), now=1)
+    return follower
+
+
+def test_what_is_left_of_a_call_that_was_replaced_does_not_count() -> None:
+    b = bucket()
+    old = counted(b)
     assert (b.copies.stable(1)[A], b.copies.fallen) == (1, set())
     # It lost what it had.
     replica(b, ONE, A)
@@ -233,12 +239,7 @@ def test_what_is_left_of_a_call_that_was_replaced_does_not_count() -> None:
 
 def test_a_call_that_is_not_registered_says_nothing_of_what_the_replica_has() -> None:
     b = bucket()
-    follower = replica(b, ONE, A)
-    b.count(frozenset({ONE}), {ONE})
-    put(b, A)
-    commit(b)
-    sent(follower)
-    follower.acknowledge(*told(p3=1), now=1)
+    counted(b)
     options = FollowOptions("", memory=True, directory=ONE, address="127.0.0.1:1")
     anonymous = Follower(b, options, CreditWindow(), lambda: None)
     b.add_follower(anonymous)
@@ -276,12 +277,7 @@ def test_only_writes_that_wait_for_replicas_are_woken_by_them() -> None:
 
 def test_an_acknowledgement_of_an_older_term_does_not_count() -> None:
     b = bucket()
-    follower = replica(b, ONE, A)
-    b.count(frozenset({ONE}), {ONE})
-    put(b, A)
-    commit(b)
-    sent(follower)
-    follower.acknowledge(*told(p3=1), now=1)
+    follower = counted(b)
     assert b.copies.stable(1)[A] == 1
     b.begin_term()
     b.count(frozenset({ONE}), {ONE})

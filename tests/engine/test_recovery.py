@@ -179,7 +179,9 @@ def test_a_lost_row_is_made_anew_from_what_the_blocks_say() -> None:
     assert [record.seqno for record in row.log] == [0]
 
 
-def test_a_lost_row_over_blocks_that_cannot_be_read_is_a_dead_partition() -> None:
+def unreadable(journal: list[Commit]) -> Recovered:
+    """A bucket with a partition of which neither the row nor a block can be read."""
+
     def heads(_: int) -> list[Head]:
         raise DataDamagedError("no block")
 
@@ -187,7 +189,13 @@ def test_a_lost_row_over_blocks_that_cannot_be_read_is_a_dead_partition() -> Non
         **partition_rows(),
         CUT: DataDamagedError("lost"),
     }
-    found = recover(rows, heads, [], proven=proof_of(rows, heads, []), new_id=lambda: next(IDS))
+    return recover(
+        rows, heads, journal, proven=proof_of(rows, heads, journal), new_id=lambda: next(IDS)
+    )
+
+
+def test_a_lost_row_over_blocks_that_cannot_be_read_is_a_dead_partition() -> None:
+    found = unreadable([])
     assert found.rows[CUT].state == DEAD
     assert found.notes == ["no block"]
 
@@ -279,14 +287,7 @@ def test_a_second_start_before_a_flush_loses_nothing_either() -> None:
 
 
 def test_nothing_of_the_journal_goes_on_where_blocks_cannot_be_read() -> None:
-    def heads(_: int) -> list[Head]:
-        raise DataDamagedError("no block")
-
-    rows: dict[int, PartitionRow | DataDamagedError] = {
-        **partition_rows(),
-        CUT: DataDamagedError("lost"),
-    }
-    found = recover(rows, heads, GONE, proven=proof_of(rows, heads, GONE), new_id=lambda: next(IDS))
+    found = unreadable(GONE)
     assert [key[1] for key in found.aside] == [1, 3, 4]
     again = recovered({**partition_rows(), CUT: found.rows[CUT]}, GONE, proven=True)
     assert not again.aside

@@ -12,6 +12,7 @@ from upr_protocol.failover import FailoverLog, check_partition
 from upr_protocol.handshake import (
     ResumePoint,
     Rule,
+    StartAnswer,
     answer_hello,
     answer_start,
     boundary,
@@ -137,16 +138,20 @@ def test_bad_input_is_an_error(vector: Vector) -> None:
     assert "never a rollback" in caught.value.hint
 
 
-@pytest.mark.parametrize("vector", STARTS, ids=lambda vector: vector["id"])
-def test_start(vector: Vector) -> None:
-    server, position, expect = Server(vector), position_of(vector), vector["expect"]
-    answer = answer_start(
+def started(server: Server, position: Position) -> StartAnswer:
+    return answer_start(
         server.log,
         failover_id=position.failover_id,
         seqno=position.seqno,
         data_id=position.data_id,
         high_seqno=server.high,
     )
+
+
+@pytest.mark.parametrize("vector", STARTS, ids=lambda vector: vector["id"])
+def test_start(vector: Vector) -> None:
+    server, position, expect = Server(vector), position_of(vector), vector["expect"]
+    answer = started(server, position)
     assert answer.kind == {"ok": "started", "rollback": "rollback"}[expect["answer"]]
     assert answer.rollback_seqno == expect.get("rollback_seqno")
     assert answer.newest_id == failover_id(expect["current_failover_id"])
@@ -188,13 +193,7 @@ def test_hello_and_resume(vector: Vector, inclusive: bool) -> None:
     if "replica_log_after_rollback_and_start" in expect:
         assert stored.log == log_of(expect["replica_log_after_rollback_and_start"])
 
-    answer = answer_start(
-        server.log,
-        failover_id=stored.failover_id,
-        seqno=stored.seqno,
-        data_id=stored.data_id,
-        high_seqno=server.high,
-    )
+    answer = started(server, stored)
     assert (answer.kind, answer.alarm) == ("started", False)
 
 

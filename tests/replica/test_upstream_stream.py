@@ -365,8 +365,7 @@ async def test_a_server_that_cannot_store_asks_less_and_less_often_and_says_so_o
     caplog.set_level(logging.INFO, "upr.replica")
     host.disk.troubles.begins(storage_trouble.JOURNAL, OSError(errno.EIO, "broken"))
     task = asyncio.create_task(upstream_state._receive(host, "127.0.0.1:1", Gives()))
-    while len(pauses) < 7:
-        await asyncio.to_thread(int)
+    await until(lambda: len(pauses) >= 7)
     task.cancel()
     # From the fifth on it is the upstream that ends each call, behind a block.
     assert pauses == [(0, False), (1, False), (2, False), (3, False), *[(0, True)] * 3]

@@ -1,6 +1,5 @@
 """A headless Chromium, driven over the two pipes of its DevTools protocol: no library, and no port."""
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -209,8 +208,3 @@ class Browser:
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
-
-    def picture(self, file: Path) -> None:
-        """Store a picture of the page."""
-        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
-        file.write_bytes(base64.b64decode(data))

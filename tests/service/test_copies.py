@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from tests.harness import WAIT_SECONDS, pass_turns
+from tests.harness import WAIT_SECONDS, pass_turns, until
 from tests.service.bucket_state import started
 from tests.service.test_host import Script, opening, rows
 from upr.service import key_value
@@ -53,8 +53,7 @@ async def answer(context: Any) -> kv.WriteResult:
 
 async def settled(world: World, numbered: int) -> None:
     """Wait until so many rows are durable, and all that follows from it has happened."""
-    while sum(world.host.bucket.partitions.durable.tolist()) < numbered:
-        await asyncio.to_thread(int)
+    await until(lambda: sum(world.host.bucket.partitions.durable.tolist()) >= numbered)
     await pass_turns()
 
 

@@ -366,12 +366,8 @@ async def test_nothing_is_numbered_while_the_proof_is_on_disk(
     assert await host.close()
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("together", [False, True])
-async def test_answers_wait_for_the_disk_in_order(
-    catalog: Catalog, monkeypatch: pytest.MonkeyPatch, together: bool
-) -> None:
-    host = started(catalog.find("default"))
+def held_journal(host: BucketService, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have no commit appended until the event is set."""
     held = threading.Event()
     append = host.disk.journal.append
 
@@ -381,6 +377,16 @@ async def test_answers_wait_for_the_disk_in_order(
         return written
 
     monkeypatch.setattr(host.disk.journal, "append", hold)
+    return held
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("together", [False, True])
+async def test_answers_wait_for_the_disk_in_order(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    host = started(catalog.find("default"))
+    held = held_journal(host, monkeypatch)
     asked = kv.WriteOpen(bucket="default", results_together=together)
     context: Any = Script(kv.WriteRequest(open=asked))
     call = asyncio.create_task(KeyValueMethods(catalog, Intake()).Write(None, context))
@@ -389,8 +395,7 @@ async def test_answers_wait_for_the_disk_in_order(
     assert (await context.said.get()).result.number == 1
     context.send(2, rows(b"a"))
     context.send(3, rows(b"a"), types.DURABILITY_MEMORY)
-    while sum(host.bucket.partitions.high.tolist()) < 3:
-        await asyncio.to_thread(int)
+    await until(lambda: sum(host.bucket.partitions.high.tolist()) == 3)
     await pass_turns()
     assert context.said.empty(), "a disk write, or one behind it, was answered before the fsync"
     assert sum(host.bucket.partitions.high.tolist()) == 3
@@ -446,15 +451,7 @@ async def test_the_answer_to_a_repeated_write_waits_for_the_disk_too(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = started(catalog.find("default"))
-    held = threading.Event()
-    append = host.disk.journal.append
-
-    def hold(commit: Any) -> int:
-        assert held.wait(WAIT_SECONDS)
-        written: int = append(commit)
-        return written
-
-    monkeypatch.setattr(host.disk.journal, "append", hold)
+    held = held_journal(host, monkeypatch)
     calls, contexts = [], []
     for _ in range(2):
         context: Any = Script(opening("p"))
@@ -462,8 +459,7 @@ async def test_the_answer_to_a_repeated_write_waits_for_the_disk_too(
         assert (await context.said.get()).HasField("opened")
         context.send(1, rows(b"a"))
         contexts.append(context)
-        while sum(host.bucket.partitions.high.tolist()) < 1:
-            await asyncio.to_thread(int)
+        await until(lambda: sum(host.bucket.partitions.high.tolist()) == 1)
     await pass_turns()
     early = [not context.said.empty() for context in contexts]
     held.set()

@@ -26,7 +26,6 @@ from upr_protocol.wire.codec import decode_block
 SECOND = 1_000_000
 HOUR = 3600 * SECOND
 BEGINNING = 1_700_000_000 * SECOND
-LEASE = HOUR
 SEGMENTS = (400, 2_000, journal.SEGMENT_BYTES)
 """Bytes of a journal's segments, one for each world; a record has a few hundred."""
 TROUBLE = (0.008, 0.025, 0.06)

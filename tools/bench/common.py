@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from tests.harness import RunningServer
+from upr_client import AsyncClient
 from upr_client.types import AsyncBucket
 from upr_protocol.block import build_block
 from upr_protocol.wire.codec import block_to_message
@@ -58,6 +59,15 @@ async def write_batches(bucket: AsyncBucket, cut: list[list[Row]], at_once: int)
             await bucket.write_many(batch)
 
     await asyncio.gather(*map(write, cut))
+
+
+async def drain(client: AsyncClient) -> int:
+    """Read what is there, as blocks; return the rows."""
+    rows = 0
+    async with client.bucket().changes(until="now") as changes:
+        async for batch in changes.batches():
+            rows += batch.rows
+    return rows
 
 
 def encoded(rows: list[Row]) -> types_pb2.Block:

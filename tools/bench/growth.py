@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests.harness import RunningServer
-from tools.bench.common import VALUE_BYTES, Figure, Row, WrongResultError, server
+from tools.bench.common import VALUE_BYTES, Figure, Row, WrongResultError, drain, server
 from tools.bench.cpu import Spent, until_idle, watch
 from upr_client import AsyncClient
 from upr_client.types import AsyncBucket
@@ -73,13 +73,8 @@ async def _ingest(running: RunningServer, rows: int) -> tuple[_Cost, _Cost]:
 async def _drain(running: RunningServer, rows: int) -> _Cost:
     """Read all blocks; there must be so many rows, besides the first one's older version that may still be there."""
     spent = watch(running)
-    found = 0
-    async with (
-        AsyncClient(running.target) as client,
-        client.bucket().changes(until="now") as changes,
-    ):
-        async for batch in changes.batches():
-            found += batch.rows
+    async with AsyncClient(running.target) as client:
+        found = await drain(client)
     if found not in (rows, rows + 1):
         raise WrongResultError(f"{found} rows were read; {rows} were written")
     return _Cost(rows, spent())

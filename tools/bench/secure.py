@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tools.bench.common import Figure, Row, batches, say, server, write_batches
+from tools.bench.common import Figure, Row, batches, drain, say, server, write_batches
 from tools.bench.cpu import watch
 from tools.bench.singles import awaited_sets
 from upr.service.access.identities import add_identity
@@ -29,14 +29,6 @@ async def _ingest(client: AsyncClient, rows: list[Row]) -> int:
     return len(rows)
 
 
-async def _drain(client: AsyncClient) -> int:
-    rows = 0
-    async with client.bucket().changes(until="now") as changes:
-        async for batch in changes.batches():
-            rows += batch.rows
-    return rows
-
-
 async def _singles(client: AsyncClient) -> int:
     return len(await awaited_sets(client.bucket(), TASKS, SINGLES))
 
@@ -48,7 +40,7 @@ async def _run(running: Any, rows: list[Row], login: dict[str, Any]) -> Found:
         await client.bucket().set(b"warm", b"")
         works: dict[str, Callable[[], Coroutine[Any, Any, int]]] = {
             "ingest, write_many": lambda: _ingest(client, rows),
-            "drain from the tail to blocks": lambda: _drain(client),
+            "drain from the tail to blocks": lambda: drain(client),
             f"set, awaited, {TASKS} tasks": lambda: _singles(client),
         }
         for name, work in works.items():

@@ -12,6 +12,7 @@ from tools.bench.common import (
     Row,
     WrongResultError,
     batches,
+    drain,
     server,
     write_batches,
 )
@@ -47,14 +48,10 @@ async def _measure(running: RunningServer, name: str, size: int) -> Iterator[Fig
     mb = sum(len(key) + len(value or b"") for key, value in rows) / 1e6
     count = 0
 
-    async def drain() -> None:
+    async def read_all() -> None:
         nonlocal count
-        async with (
-            AsyncClient(running.target) as client,
-            client.bucket().changes(until="now") as changes,
-        ):
-            async for batch in changes.batches():
-                count += batch.rows
+        async with AsyncClient(running.target) as client:
+            count = await drain(client)
 
     async with AsyncClient(running.target) as client:
         bucket = client.bucket()
@@ -68,7 +65,7 @@ async def _measure(running: RunningServer, name: str, size: int) -> Iterator[Fig
             mb * share,
             lambda: write_batches(bucket, rest, AT_ONCE),
         )
-    read = await _timed(running, f"drain to blocks, values of {name}", mb, drain)
+    read = await _timed(running, f"drain to blocks, values of {name}", mb, read_all)
     if count != len(rows):
         raise WrongResultError(f"{count} rows were read; must be {len(rows)}")
     return iter([written, read])

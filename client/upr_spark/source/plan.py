@@ -23,7 +23,6 @@ from upr_spark.source.server import LOAD, Answer, CutPoint, bucket_mismatch
 
 UNKNOWN_ID: Final = "unknown_id"
 BELOW_PURGE: Final = "below_purge"
-ABOVE_HIGH: Final = "above_high"
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,17 +91,19 @@ async def test_changes_one_by_one_until_now() -> None:
         assert start.partitions[0].until_now
 
 
+TWO_BLOCKS = [
+    *BEGIN,
+    answers(started(1, 7, high=9)),
+    frame((7, run_block(1, 0, 3))),
+    frame((7, run_block(1, 3, 6))),
+    Hold(),
+]
+
+
 @pytest.mark.asyncio
 async def test_the_position_moves_when_the_next_item_is_asked_for() -> None:
-    script = [
-        *BEGIN,
-        answers(started(1, 7, high=9)),
-        frame((7, run_block(1, 0, 3))),
-        frame((7, run_block(1, 3, 6))),
-        Hold(),
-    ]
     store = MemoryPositions()
-    async with serve([script]) as server, AsyncClient(server.target) as client:
+    async with serve([TWO_BLOCKS]) as server, AsyncClient(server.target) as client:
         async with client.bucket().changes(resume=store, only=Only([1])) as changes:
             seqnos = []
             async for event in changes:
@@ -117,16 +119,9 @@ async def test_the_position_moves_when_the_next_item_is_asked_for() -> None:
 
 @pytest.mark.asyncio
 async def test_batches_are_acknowledged_whole_and_resumed() -> None:
-    first = [
-        *BEGIN,
-        answers(started(1, 7, high=9)),
-        frame((7, run_block(1, 0, 3))),
-        frame((7, run_block(1, 3, 6))),
-        Hold(),
-    ]
     second = [*BEGIN, answers(started(1, 3, high=9)), frame((3, run_block(1, 3, 6))), Hold()]
     store = MemoryPositions()
-    async with serve([first, second]) as server, AsyncClient(server.target) as client:
+    async with serve([TWO_BLOCKS, second]) as server, AsyncClient(server.target) as client:
         bucket = client.bucket()
         for expected in ([[1, 2, 3], [4, 5, 6]], [[4, 5, 6]]):
             got = []

@@ -91,16 +91,18 @@ def test_changes_one_by_one_until_now() -> None:
         assert start.partitions[0].until_now
 
 
+TWO_BLOCKS = [
+    *BEGIN,
+    answers(started(1, 7, high=9)),
+    frame((7, run_block(1, 0, 3))),
+    frame((7, run_block(1, 3, 6))),
+    Hold(),
+]
+
+
 def test_the_position_moves_when_the_next_item_is_asked_for() -> None:
-    script = [
-        *BEGIN,
-        answers(started(1, 7, high=9)),
-        frame((7, run_block(1, 0, 3))),
-        frame((7, run_block(1, 3, 6))),
-        Hold(),
-    ]
     store = MemoryPositions()
-    with serve([script]) as server, Client(server.target) as client:
+    with serve([TWO_BLOCKS]) as server, Client(server.target) as client:
         with client.bucket().changes(resume=store, only=Only([1])) as changes:
             seqnos = []
             for event in changes:
@@ -115,16 +117,9 @@ def test_the_position_moves_when_the_next_item_is_asked_for() -> None:
 
 
 def test_batches_are_acknowledged_whole_and_resumed() -> None:
-    first = [
-        *BEGIN,
-        answers(started(1, 7, high=9)),
-        frame((7, run_block(1, 0, 3))),
-        frame((7, run_block(1, 3, 6))),
-        Hold(),
-    ]
     second = [*BEGIN, answers(started(1, 3, high=9)), frame((3, run_block(1, 3, 6))), Hold()]
     store = MemoryPositions()
-    with serve([first, second]) as server, Client(server.target) as client:
+    with serve([TWO_BLOCKS, second]) as server, Client(server.target) as client:
         bucket = client.bucket()
         for expected in ([[1, 2, 3], [4, 5, 6]], [[4, 5, 6]]):
             got = []
