@@ -209,6 +209,7 @@ async def test_a_slow_member_that_takes_batches_does_none_twice(
                 if b"more" in keys:
                     break
                 if len(keys) == CHANGES:
+                    # Time itself: its lease is to end.
                     await asyncio.sleep(1.5 * LEASE_SECONDS)
                     await bucket.set(b"more", b"v")
     assert any("lease has ended" in words for words in said)

@@ -430,6 +430,7 @@ class ClusterRounds:
             if there != ETCD:
                 for address in self._addresses(places, here):
                     self._proxy(places[there]).black_hole("to client", server=address)
+        # Time itself: grants and leases run out, or do not.
         while boot_seconds() < began + seconds:
             time.sleep(0.01)
         for way in ways:

@@ -197,6 +197,7 @@ async def test_whatever_is_asked_for_is_true_to_the_history(
                 reads = [asyncio.create_task(world.follow(client)) for _ in range(3)]
                 await world.write(client)
                 await asyncio.gather(*reads)
+                # Rows and tombstones get older.
                 await asyncio.sleep(0.1)
             await client.admin.Purge(purge)
         if number % 3 == 2:

@@ -139,6 +139,7 @@ async def main(data):
     await server.start()
     known.update(sys.modules)
     await asyncio.to_thread(use, server.address)
+    # What it does by itself, flushes, merges and purges, has its turns: nothing says that none is left.
     await asyncio.sleep(1)
     assert await server.stop()
 asyncio.run(main(Path(sys.argv[1])))

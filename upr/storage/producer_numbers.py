@@ -7,7 +7,7 @@ is kept until the join ends.
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ Counts = Callable[[int, int, int], bool]
 """Function of partition, failover id and end seqno: whether a producer's stored number counts, since they are on the log."""
 Numbers = npt.NDArray[np.void]
 """Table of dtype PRODUCER, ascending by partition."""
+_T = TypeVar("_T")
 NO_NUMBERS = np.zeros(0, keyspace.PRODUCER)
 
 
@@ -53,7 +54,7 @@ def keys_of(cursor: Any, name: bytes) -> Iterator[bytes]:
 
 def cursor_table(cursor: Any) -> Numbers | None:
     """Return the producer's table at a cursor; None, with a line in the log, where it is damaged."""
-    return readable(bytes(cursor.key()), cursor.value())
+    return readable(keyspace.unpack_producer, bytes(cursor.key()), cursor.value())
 
 
 def numbers_of(cursor: Any, name: bytes) -> Numbers:
@@ -62,12 +63,12 @@ def numbers_of(cursor: Any, name: bytes) -> Numbers:
     return np.concatenate([NO_NUMBERS, *(one for one in tables if one is not None)])
 
 
-def readable(key: bytes, value: bytes | None) -> Numbers | None:
-    """Return the table under a key; None where there is none, or, with a line in the log, where it is damaged."""
+def readable(unpack: Callable[[bytes, bytes], _T], key: bytes, value: bytes | None) -> _T | None:
+    """Return what is under a key; None where there is nothing, or, with a line in the log, where it is damaged."""
     if value is None:
         return None
     try:
-        return keyspace.unpack_producer(key, bytes(value))
+        return unpack(key, bytes(value))
     except DataDamagedError as error:
         log.error("what is known of a producer is lost", extra={"error": error.message})
         return None
@@ -154,7 +155,7 @@ def put_back(
         while more:
             key, kept = bytes(cursor.key()), cursor_table(cursor)
             if kept is not None:
-                here = readable(key, txn.get(key, db=producers))
+                here = readable(keyspace.unpack_producer, key, txn.get(key, db=producers))
                 here, kept = given_back(here, kept, partitions, counts)
                 if len(here):
                     txn.put(key, keyspace.pack_producer(key, here), db=producers)

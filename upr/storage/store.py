@@ -695,7 +695,7 @@ class Store:
         edges = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
         for begin, end in pairwise(edges):
             key, part = keyspace.producer_key(name, int(slots[begin])), table[begin:end]
-            old = readable(key, txn.get(key, db=self._producers))
+            old = readable(keyspace.unpack_producer, key, txn.get(key, db=self._producers))
             if old is not None:
                 newest = merged(old, part, counts)
                 if self._whole is not None:
@@ -717,19 +717,12 @@ class Store:
     def _keep(self, txn: Any, key: bytes, part: Numbers, counts: Counts) -> None:
         """Keep numbers of a slot that a join replaces, but those for which a larger one is kept."""
         if len(part):
-            old = readable(key, txn.get(key, db=self._replaced))
+            old = readable(keyspace.unpack_producer, key, txn.get(key, db=self._replaced))
             part = part if old is None else merged(old, part, counts)
             txn.put(key, keyspace.pack_producer(key, part), db=self._replaced)
 
     def _seen(self, txn: Any, key: bytes) -> ProducerSeen | None:
-        value = txn.get(key, db=self._producers)
-        if value is None:
-            return None
-        try:
-            return keyspace.unpack_producer_seen(key, bytes(value))
-        except DataDamagedError as error:
-            log.error("what is known of a producer is lost", extra={"error": error.message})
-            return None
+        return readable(keyspace.unpack_producer_seen, key, txn.get(key, db=self._producers))
 
     def cuts(self) -> dict[bytes, CutRow]:
         """Return the cuts by name, without damaged ones, whose pins are unknown."""
