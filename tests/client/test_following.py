@@ -252,17 +252,25 @@ def test_a_member_stores_nothing_before_a_new_call_said_under_which_generation()
 # Ends.
 
 
-def test_the_end_of_the_call_does_not_wait_for_acknowledgements() -> None:
-    options = ChangesOptions(
-        only=Only([1]), tuning=Tuning(unacknowledged_max=1), acknowledge="manual"
-    )
-    made = World(options)
+ONE_UNACKNOWLEDGED = ChangesOptions(
+    only=Only([1]), tuning=Tuning(unacknowledged_max=1), acknowledge="manual"
+)
+
+
+def with_a_frame_that_waits() -> World:
+    """A consumer with a frame behind what the application has not acknowledged."""
+    made = World(ONE_UNACKNOWLEDGED)
     made.open()
     made.starts()
     made.take(answers(started(1, 11)), frame((11, run_block(1, 0, 1))))
     made.following.hand_out()
     made.following.acknowledge()
     made.take(frame((11, run_block(1, 1, 2))))
+    return made
+
+
+def test_the_end_of_the_call_does_not_wait_for_acknowledgements() -> None:
+    made = with_a_frame_that_waits()
     outcome = made.following.take(ended("SUPERSEDED").message, NO_HIGHS)
     assert outcome.lost is not None
     assert (outcome.lost.reason, outcome.lost.retriable) == ("SUPERSEDED", False)
@@ -279,15 +287,7 @@ def test_a_call_after_one_of_whose_end_nobody_heard_starts_everything() -> None:
 
 
 def test_heartbeats_do_not_pile_up_behind_what_waits_for_acknowledgements() -> None:
-    made = World(
-        ChangesOptions(only=Only([1]), tuning=Tuning(unacknowledged_max=1), acknowledge="manual")
-    )
-    made.open()
-    made.starts()
-    made.take(answers(started(1, 11)), frame((11, run_block(1, 0, 1))))
-    made.following.hand_out()
-    made.following.acknowledge()
-    made.take(frame((11, run_block(1, 1, 2))))
+    made = with_a_frame_that_waits()
     highs = NO_HIGHS.copy()
     highs[1] = 9
     for _ in range(3):
@@ -297,9 +297,7 @@ def test_heartbeats_do_not_pile_up_behind_what_waits_for_acknowledgements() -> N
 
 
 def test_a_frame_that_waits_for_acknowledgements_gives_no_credit_back() -> None:
-    made = World(
-        ChangesOptions(only=Only([1]), tuning=Tuning(unacknowledged_max=1), acknowledge="manual")
-    )
+    made = World(ONE_UNACKNOWLEDGED)
     made.open()
     made.starts()
     made.take(answers(started(1, 11)))

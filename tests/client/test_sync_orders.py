@@ -83,8 +83,12 @@ class Script:
 
 
 def follow(channel: Any) -> Script:
+    """Take a Follow call, and open it."""
     _, rpc = channel.take_stream_stream(STREAMS.methods_by_name["Follow"])
-    return Script(rpc)
+    call = Script(rpc)
+    call.take("open")
+    call.say(opened())
+    return call
 
 
 def write_call(channel: Any) -> Script:
@@ -130,8 +134,6 @@ def test_one_stream_ends_before_another_is_started(channel: Any) -> None:
     got: list[Any] = []
     with beside(consumer(channel, got, [1, 2])):
         call = follow(channel)
-        call.take("open")
-        call.say(opened())
         assert [p.partition for p in call.take("start").partitions] == [1, 2]
         call.say(
             answers(started(1, 10)), frame((10, run_block(1, 0, 1))), ended("FINISHED", (1, 10))
@@ -150,8 +152,6 @@ def test_a_rollback_then_a_start_then_a_late_frame_of_the_old_token(channel: Any
     got: list[Any] = []
     with beside(consumer(channel, got, [1], resume=store, on_rollback=got.append)):
         call = follow(channel)
-        call.take("open")
-        call.say(opened())
         call.take("start")
         call.say(answers(started(1, 10)), frame((10, run_block(1, 4, 6))))
         call.say(ended("HISTORY_CHANGED", (1, 10)), frame((10, run_block(1, 6, 9))))
@@ -181,8 +181,6 @@ def test_an_older_id_of_the_own_log_saves_what_can_be_saved(channel: Any) -> Non
     got: list[Any] = []
     with beside(consumer(channel, got, [1], resume=store, on_rollback=got.append)):
         call = follow(channel)
-        call.take("open")
-        call.say(opened())
         call.take("start")
         # The server knows A only, and left it at 5: the smaller of that and the own next record, 6.
         call.say(answers(rollback(1, 0, 0xC, (ID_A, 0), (0xC, 5), rule="unknown_id")))
@@ -198,8 +196,6 @@ def test_nothing_but_the_half_close_follows_the_end_of_a_call(channel: Any) -> N
     got: list[Any] = []
     with beside(consumer(channel, got, [1], tuning=Tuning(credit_bytes=4))):
         call = follow(channel)
-        call.take("open")
-        call.say(opened())
         call.take("start")
         call.say(
             ended("SHUTTING_DOWN"),
@@ -210,8 +206,6 @@ def test_nothing_but_the_half_close_follows_the_end_of_a_call(channel: Any) -> N
         call.half_closed()
         call.end()
         call = follow(channel)
-        call.take("open")
-        call.say(opened())
         assert call.take("start").partitions[0].seqno == 0
         call.say(answers(started(1, 10)), frame((10, run_block(1, 0, 2))))
         call.take("credit")
@@ -233,8 +227,6 @@ def test_heartbeats_are_answered_while_the_application_is_busy(channel: Any) -> 
 
     with beside(work):
         call = follow(channel)
-        call.take("open")
-        call.say(opened())
         call.take("start")
         call.say(answers(started(1, 10)), frame((10, run_block(1, 0, 2))))
         busy.wait()
@@ -261,8 +253,6 @@ def test_an_interrupted_application_cancels_the_call_and_leaves_no_thread(channe
     def serve() -> None:
         with beside(work):
             call = follow(channel)
-            call.take("open")
-            call.say(opened())
             call.take("start")
             call.say(answers(started(1, 10)), frame((10, run_block(1, 0, 2))))
             call.rpc.cancelled()

@@ -55,7 +55,7 @@ async def until_seqno(client: RawClient, name: str, seqno: int | None) -> None:
     await poll(partial(seqno_of, client, name), lambda found: found == seqno)
 
 
-async def upstream_state(
+async def following(
     client: RawClient, name: str, seqno: int = 0, failover_id: int | None = None
 ) -> RawFollow:
     """Open a call and a stream of PARTITION; where there is something to read, read the first frame."""
@@ -74,7 +74,7 @@ async def test_a_position_survives_a_clean_restart_and_generations_never_come_ag
     server = server_process()
     async with RawClient(server.target) as client:
         await fill(client, 10)
-        follow = await upstream_state(client, "indexer")
+        follow = await following(client, "indexer")
         assert await consumers(client) == []
         await follow.send(ack=ack((PARTITION, 7)))
         await until_seqno(client, "indexer", 7)
@@ -85,7 +85,7 @@ async def test_a_position_survives_a_clean_restart_and_generations_never_come_ag
         ((failover_id, _),) = (await client.logs(PARTITION))[0]
         assert info.positions[0].failover_id == failover_id
         assert not (await consumers(client, with_positions=False))[0].positions
-        second = await upstream_state(client, "indexer", 7, failover_id)
+        second = await following(client, "indexer", 7, failover_id)
         await second.send(ack=ack((PARTITION, 8)))
         await until_seqno(client, "indexer", 8)
         generation = second.opened.generation
@@ -108,11 +108,11 @@ async def test_a_crash_loses_at_most_what_was_acknowledged_last(
     server = server_process()
     async with RawClient(server.target) as client:
         await fill(client, 10)
-        follow = await upstream_state(client, "indexer")
+        follow = await following(client, "indexer")
         await follow.send(ack=ack((PARTITION, 6)))
         await until_seqno(client, "indexer", 6)
         # Forgetting another one waits for a save, which stores this position too.
-        other = await upstream_state(client, "other")
+        other = await following(client, "other")
         await other.send(ack=ack((PARTITION, 1)))
         await until_seqno(client, "other", 1)
         assert await forget(client, "other")
@@ -130,7 +130,7 @@ async def test_positions_are_stored_while_the_server_runs(server_process: StartS
     server = server_process()
     async with RawClient(server.target) as client:
         await fill(client, 10)
-        follow = await upstream_state(client, "indexer")
+        follow = await following(client, "indexer")
         await follow.send(ack=ack((PARTITION, 6)))
         await until_seqno(client, "indexer", 6)
         store = next((server.data / "buckets").glob("*/store"))
@@ -161,7 +161,7 @@ async def test_a_wrong_ack_ends_the_call_and_is_not_kept(
 ) -> None:
     async with RawClient(target) as client:
         await fill(client, 10)
-        follow = await upstream_state(client, "indexer")
+        follow = await following(client, "indexer")
         await follow.send(ack=ack((PARTITION, 5), position))
         while (message := await follow.read()).WhichOneof("message") != "ended" or (
             message.ended.streams
@@ -178,7 +178,7 @@ async def test_forget_removes_it_for_good_until_the_next_ack(server_process: Sta
     server = server_process()
     async with RawClient(server.target) as client:
         await fill(client, 10)
-        follow = await upstream_state(client, "indexer")
+        follow = await following(client, "indexer")
         await follow.send(ack=ack((PARTITION, 9)))
         await until_seqno(client, "indexer", 9)
         assert await forget(client, "indexer")
@@ -223,10 +223,10 @@ async def test_more_consumers_than_are_kept_go_on_all_the_same(
     monkeypatch.setattr("upr.engine.consumers.CONSUMERS_MAX", 1)
     async with connected(tmp_path) as (_, client):
         await fill(client, 10)
-        first = await upstream_state(client, "first")
+        first = await following(client, "first")
         await first.send(ack=ack((PARTITION, 2)))
         await until_seqno(client, "first", 2)
-        second = await upstream_state(client, "second")
+        second = await following(client, "second")
         for seqno in (1, 2, 3):
             await second.send(ack=ack((PARTITION, seqno)))
         await fill(client, 11)
@@ -288,9 +288,9 @@ async def test_a_consumer_that_nobody_uses_is_forgotten_after_a_time(
     server = server_process("--consumer-expiry", "1s", "--log-format", "text")
     async with RawClient(server.target) as client:
         await fill(client, 10)
-        stays = await upstream_state(client, "stays")
+        stays = await following(client, "stays")
         await stays.send(ack=ack((PARTITION, 5)))
-        goes = await upstream_state(client, "goes")
+        goes = await following(client, "goes")
         await goes.send(ack=ack((PARTITION, 5)))
         await until_seqno(client, "goes", 5)
         await goes.close()

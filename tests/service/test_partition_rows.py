@@ -100,13 +100,18 @@ def test_a_flush_leaves_what_a_promotion_stored_meanwhile(closed: Closed) -> Non
     assert closed.row(P) == replace(row, stored_high=3, complete=2, horizon=5)
 
 
-@pytest.mark.asyncio
-async def test_a_flush_within_a_stretch_stores_the_true_marker(closed: Closed) -> None:
+def follow_stretch(closed: Closed) -> None:
+    """Have STRETCH be a replica's."""
     store = closed.store()
     row = store.partitions()[STRETCH]
     assert isinstance(row, PartitionRow)
     store.write_recovery({STRETCH: replace(row, state=REPLICA)}, [], {}, NOTHING)
     store.close()
+
+
+@pytest.mark.asyncio
+async def test_a_flush_within_a_stretch_stores_the_true_marker(closed: Closed) -> None:
+    follow_stretch(closed)
     host = opened(closed)
     # One flush each: up to a marker, a first and a second part of a stretch, and its end.
     blocks = [block_of(STRETCH, *ends, horizon=top) for *ends, top in
@@ -166,11 +171,7 @@ async def kill(host: BucketService) -> None:
 async def test_no_flush_and_no_restart_of_a_catch_up_loses_a_marker(
     closed: Closed, received: int
 ) -> None:
-    store = closed.store()
-    row = store.partitions()[STRETCH]
-    assert isinstance(row, PartitionRow)
-    store.write_recovery({STRETCH: replace(row, state=REPLICA)}, [], {}, NOTHING)
-    store.close()
+    follow_stretch(closed)
     begun = shutil.copytree(closed.path, closed.path.with_name("begun"))
     told = CATCH_UP[:received]
     horizon = max(top for _, _, top in told)

@@ -176,7 +176,7 @@ class Host(SimpleNamespace):
     """As much of a bucket's service as a feed needs."""
 
 
-def upstream_state(high: int) -> Feed:
+def replicating(high: int) -> Feed:
     host = Host(bucket=with_stored(high), users=set())
     feed = Feed(cast(BucketService, host), "peer", lambda: None)
     feed.start([Replicate("b", MINE, 0)])
@@ -205,14 +205,14 @@ def token(seqno: int) -> str:
 
 
 def test_a_token_stands_at_complete_markers_only() -> None:
-    feed = upstream_state(9)
+    feed = replicating(9)
     assert read_line(feed.take_said()[0].decode().strip())[1] == ["b", str(MINE), "0", token(0)]
     lines = sent(feed, stretch_block(0, 5, 9), stretch_block(5, 7, 7), stretch_block(7, 9, 9))
     assert [words[2] for _, words, _ in lines] == ["batch"] * 8 + [token(9)]
 
 
 def test_a_marker_without_rows_ends_the_batch_or_is_a_position() -> None:
-    feed = upstream_state(20)
+    feed = replicating(20)
     lines = sent(feed, stretch_block(0, 5, 9), empty_block(5, 9, 9), empty_block(9, 12, 12))
     assert lines[-2:] == [
         ("RDATA", ["b", str(MINE), token(9)], None),

@@ -142,7 +142,7 @@ class Lines:
 
 
 @contextmanager
-def upstream_state(address: str, *lines: str) -> Iterator[Lines]:
+def replicating(address: str, *lines: str) -> Iterator[Lines]:
     with Lines(address) as client:
         assert client.read()[0] == "SERVER"
         client.say(*lines)
@@ -189,7 +189,7 @@ def test_a_connection_is_told_who_the_server_is_and_follows_from_now(
 
 
 def test_bad_lines_are_told_and_change_nothing(server: RunningServer) -> None:
-    with upstream_state(text_address(server), f"REPLICATE default {P} 0") as client:
+    with replicating(text_address(server), f"REPLICATE default {P} 0") as client:
         client.until(lambda: client.tokens)
         for line, words in {
             "USER_SYNC x": "INVALID_ARGUMENT command is 'USER_SYNC'; must be one of PING",
@@ -211,7 +211,7 @@ def test_a_batch_has_its_token_at_the_end_and_several_partitions_go_on_by_themse
 ) -> None:
     other = keys_in(P + 1, 3)
     write(server, *((key, b"1") for key in KEYS), *((key, b"2") for key in other))
-    with upstream_state(text_address(server), "REPLICATE default * 0") as client:
+    with replicating(text_address(server), "REPLICATE default * 0") as client:
         seen: dict[int, list[str]] = defaultdict(list)
         while len(seen[P]) < len(KEYS) or len(seen[P + 1]) < len(other):
             kind, words, _ = client.read()
@@ -224,7 +224,7 @@ def test_a_batch_has_its_token_at_the_end_and_several_partitions_go_on_by_themse
         tokens = dict(client.tokens)
     write(server, (other[0], b"3"), (KEYS[0], None))
     asked = [f"REPLICATE default {p} {tokens['default', p]}" for p in (P, P + 1)]
-    with upstream_state(text_address(server), *asked) as client:
+    with replicating(text_address(server), *asked) as client:
         # Nothing that was had comes again.
         client.until(lambda: client.rows(P + 1))
         assert client.rows(P + 1) == {other[0]: b"3"}
@@ -242,7 +242,7 @@ def test_a_client_goes_on_behind_cuts_of_its_connection_and_starts_of_the_server
             write(server, row)
         while len(state) < len(rows):
             proxy.cut_after("to client", 40_000)
-            with upstream_state(proxy.target, f"REPLICATE default {P} {token}") as client:
+            with replicating(proxy.target, f"REPLICATE default {P} {token}") as client:
                 rounds += client.read_on(len(rows) - len(state))
                 assert not state.keys() & client.rows().keys()
                 state |= client.rows()
@@ -253,7 +253,7 @@ def test_a_client_goes_on_behind_cuts_of_its_connection_and_starts_of_the_server
     server.kill()
     server.start()
     write(server, (KEYS[0], b"new"))
-    with upstream_state(text_address(server), f"REPLICATE default {P} {token}") as client:
+    with replicating(text_address(server), f"REPLICATE default {P} {token}") as client:
         kind, words, _ = client.read()
         assert (kind, int(words[2])) == ("POSITION", token)
         assert split_token(int(words[3]))[1] == split_token(token)[1]
@@ -269,7 +269,7 @@ def test_the_token_of_an_undone_branch_gets_an_error_with_the_seqno_to_go_back_t
     copy = server.folder / "copy"
     shutil.copytree(server.data, copy, ignore=shutil.ignore_patterns(ADMIN_SOCKET))
     server.start()
-    with upstream_state(text_address(server), f"REPLICATE default {P} 0") as client:
+    with replicating(text_address(server), f"REPLICATE default {P} 0") as client:
         client.until(lambda: len(client.rows()) == 2)
         kept = client.tokens["default", P]
         write(server, (KEYS[2], b"undone"))
@@ -280,7 +280,7 @@ def test_the_token_of_an_undone_branch_gets_an_error_with_the_seqno_to_go_back_t
     copy.rename(server.data)
     server.start()
     write(server, *((key, b"another") for key in KEYS[3:6]))
-    with upstream_state(text_address(server), f"REPLICATE default {P} {undone}") as client:
+    with replicating(text_address(server), f"REPLICATE default {P} {undone}") as client:
         assert client.error().startswith(f"ROLLBACK default {P} 2 ")
         # No stream was opened; the client asks with what it had there.
         client.say(f"REPLICATE default {P} {kept}")
@@ -294,7 +294,7 @@ def test_a_dropped_bucket_ends_and_names_are_words(server: RunningServer) -> Non
     with Client(server.target) as admin:
         admin.admin.create_bucket("my bücket")
         word = "my%20b%C3%BCcket"
-        with upstream_state(
+        with replicating(
             text_address(server), "REPLICATE default 5 0", f"REPLICATE {word} 5 0"
         ) as client:
             client.until(lambda: len(client.tokens) == 2)
@@ -313,7 +313,7 @@ def test_a_dropped_bucket_ends_and_names_are_words(server: RunningServer) -> Non
 
 
 def test_a_client_that_closes_its_half_goes_on_reading(server: RunningServer) -> None:
-    with upstream_state(text_address(server), f"REPLICATE default {P}") as client:
+    with replicating(text_address(server), f"REPLICATE default {P}") as client:
         client.socket.shutdown(socket.SHUT_WR)
         client.until(lambda: client.tokens)
         write(server, (KEYS[0], b"1"))
@@ -321,7 +321,7 @@ def test_a_client_that_closes_its_half_goes_on_reading(server: RunningServer) ->
 
 
 def test_an_error_of_the_client_ends_the_connection(server: RunningServer) -> None:
-    with upstream_state(text_address(server), "ERROR I give up") as client:
+    with replicating(text_address(server), "ERROR I give up") as client:
         client.end()
     wait_until(lambda: '"words": "I give up"' in server.log_text(), server.log_text)
 
@@ -330,8 +330,8 @@ def test_silence_ends_a_connection_that_pinged_and_no_other(server_process: Star
     server = server_process("--text", "127.0.0.1:0", "--heartbeat-seconds", "0.1")
     address = text_address(server)
     with (
-        upstream_state(address, f"REPLICATE default {P}") as patient,
-        upstream_state(address, "PING 1") as silent,
+        replicating(address, f"REPLICATE default {P}") as patient,
+        replicating(address, "PING 1") as silent,
     ):
         assert silent.error().startswith("SILENT no line came for 0.3 s; send a PING")
         silent.end()
@@ -341,7 +341,7 @@ def test_silence_ends_a_connection_that_pinged_and_no_other(server_process: Star
         write(server, (KEYS[0], b"1"))
         patient.until(lambda: patient.rows() == {KEYS[0]: b"1"})
         assert patient.pings >= before
-    with upstream_state(address, "PING 1") as alive:
+    with replicating(address, "PING 1") as alive:
         # For several times as long as silence is borne, a PING goes with each that comes.
         while alive.pings < 20:
             alive.say("PING 2", "x")
@@ -356,7 +356,7 @@ def test_who_takes_nothing_is_ended_loudly_and_resumes(server_process: StartServ
     server = server_process(*both, "--reader-timeout", "0.5s")
     rows = [(key, b"%d" % number * 500_000) for number, key in enumerate(KEYS[:40])]
     write(server, *rows)
-    with upstream_state(text_address(server), "NAME slow", f"REPLICATE default {P} 0") as client:
+    with replicating(text_address(server), "NAME slow", f"REPLICATE default {P} 0") as client:
         wait_until(lambda: "a consumer is too slow" in server.log_text(), server.log_text)
         assert '"consumer": "slow"' in server.log_text()
         assert text_status(server).too_slow == 1
@@ -365,7 +365,7 @@ def test_who_takes_nothing_is_ended_loudly_and_resumes(server_process: StartServ
         assert client.read_on(len(rows))
         assert len(client.rows()) < len(rows)
     token = client.tokens["default", P]
-    with upstream_state(text_address(server), f"REPLICATE default {P} {token}") as again:
+    with replicating(text_address(server), f"REPLICATE default {P} {token}") as again:
         again.until(lambda: len(again.rows()) + len(client.rows()) >= len(rows))
         assert client.rows() | again.rows() == dict(rows)
 
@@ -428,7 +428,7 @@ for line in sys.stdin.read().splitlines():
 def test_the_reference_implementation_understands_every_line(server: RunningServer) -> None:
     strange = "é\u2028".encode()
     write(server, *((key, b"\xff\0") for key in KEYS), (strange, b"a b\n"))
-    with upstream_state(text_address(server), "REPLICATE default * 0") as client:
+    with replicating(text_address(server), "REPLICATE default * 0") as client:
         client.until(lambda: len(client.rows()) == len(KEYS) and client.rows(partition_of(strange)))
         client.say("NAME", f"REPLICATE default {P} {1 << 48 | 7}", "ERROR enough")
         client.end()
@@ -455,7 +455,7 @@ def test_the_reference_implementation_understands_every_line(server: RunningServ
 
 
 def test_the_stop_says_so_and_is_clean(server: RunningServer) -> None:
-    with upstream_state(text_address(server), f"REPLICATE default {P}") as client:
+    with replicating(text_address(server), f"REPLICATE default {P}") as client:
         client.until(lambda: client.tokens)
         server_status = server.terminate()
         assert client.error().startswith("SHUTTING_DOWN the server is stopping")

@@ -2,24 +2,22 @@
 
 from pathlib import Path
 
-from click.testing import CliRunner, Result
+from click.testing import Result
 
+from tests.spark import restoring
 from tests.spark.s3 import ACCESS_KEY, BUCKET, SECRET, S3Server
-from upr_backup.cli.commands import main
 
 PREFIX = "some/prefix"
 LOCATION = f"s3://{BUCKET}/{PREFIX}"
 
 
 def upr_backup(*arguments: str, location: str = LOCATION) -> Result:
-    """Run the command in this process; an error is one line without anything secret."""
-    done = CliRunner().invoke(main, [location, *arguments], prog_name="upr-backup")
+    """Run the command in this process; it says nothing secret, and nothing before an error."""
+    done = restoring.upr_backup(location, *arguments)
     assert SECRET not in done.output
     assert ACCESS_KEY not in done.output
     if done.exit_code not in (0, 10):
-        assert done.stderr.startswith("error: "), done.stderr
-        assert done.stderr.count("\n") == 1
-        assert "internal error" not in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
     return done
 
 
