@@ -6,15 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import click
 import grpc
 import pytest
 from click.testing import CliRunner
 
+from tests.cli.test_help import PROGRAMS
 from upr.cli import entry
 from upr.cli.admin import main as admin
-from upr.cli.cat import main as cat
-from upr.cli.server import main as server
 from upr_backup.cli.commands import main as backup
 from upr_cli_kit.exit_codes import UNREACHABLE, exit_code_of
 from upr_client import Client
@@ -23,12 +21,6 @@ from upr_spark.errors import UprSparkError
 from upr_spark.sink.options import read_sink_options
 from upr_spark.source.options import read_settings
 
-PROGRAMS: dict[str, click.Command] = {
-    "upr-admin": admin,
-    "upr-backup": backup,
-    "upr-cat": cat,
-    "upr-server": server,
-}
 MANY_DIGITS = "9" * 5000
 NO_TEXT = "\udcff"
 """What Python makes of an argument of the byte 255."""

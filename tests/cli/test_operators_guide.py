@@ -13,21 +13,12 @@ from pathlib import Path
 import click
 import pytest
 
+from tests.cli.test_help import PROGRAMS
 from tests.harness import WAIT_SECONDS, wait_until
-from upr.cli.admin import main as admin
-from upr.cli.cat import main as cat
-from upr.cli.server import main as server
-from upr_backup.cli.commands import main as backup
 from upr_cli_kit.output import Group
 
 GUIDE = (Path(__file__).parents[2] / "upr" / "OPERATORS.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
-PROGRAMS: dict[str, click.Command] = {
-    "upr-admin": admin,
-    "upr-backup": backup,
-    "upr-cat": cat,
-    "upr-server": server,
-}
 STUBS = ("chown", "install", "podman", "python3", "systemctl", "useradd")
 """Programs that would change this machine or need a registry."""
 FOLDERS = ("/srv/upr/", "/backups/")

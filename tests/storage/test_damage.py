@@ -19,22 +19,11 @@ import pytest
 
 from tests.storage.closed import Closed, filled
 from upr.storage.check.directory import BucketReport, check_directory
+from upr.storage.keyspace import TABLES
 from upr.storage.lmdb_pages import PageFile
 
 SEEDS = int(os.environ.get("UPR_DAMAGE_SEEDS", "18"))
 READ_SECONDS = 60.0
-TABLES = (
-    b"meta",
-    b"partitions",
-    b"blocks",
-    b"producers",
-    b"replaced",
-    b"producer_times",
-    b"cuts",
-    b"consumers",
-    b"aside",
-    b"hashes",
-)
 _PAGE = 4096
 _META_BYTES = 152
 
