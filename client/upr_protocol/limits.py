@@ -67,8 +67,8 @@ STREAM_WINDOW_BYTES: Final = 2**20
 """Bytes that gRPC receives for a call before the first read; larger messages are allowed once they are read."""
 RECEIVE_WATCH_BYTES: Final = 176 * 2**20
 RECEIVE_LIMIT_BYTES: Final = 248 * 2**20
-"""Anonymous memory of a server: above the second limit, the connections with the most arriving bytes lose calls, until
-it would be below the first."""
+"""Anonymous memory of a server, without tails above their default in all: above the second limit, the connections with the
+most arriving bytes lose calls, until it would be below the first."""
 RECEIVE_CLOSE_BYTES: Final = 288 * 2**20
 """Anonymous memory above which the server closes these connections."""
 WAITING_BYTES_MAX: Final = 64 * 2**20

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE
 
 import grpc
@@ -116,6 +117,25 @@ async def test_who_takes_nothing_is_ended_only_while_others_wait(
     async with asyncio.timeout(30):
         await late.ended.wait()
     assert second.told == []
+
+
+@pytest.mark.asyncio
+async def test_a_standstill_of_the_server_is_no_slowness_of_its_followers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("upr.service.overload.sending.SENDING_SECONDS", 0.1)
+    monkeypatch.setattr("upr.service.overload.sending.STANDSTILL_SECONDS", 0.5)
+    monkeypatch.setattr("upr.service.overload.sending.SENDING_BYTES_A_SECOND", SENDING_BYTES * 1000)
+    room = SendingRoom()
+    first, second = Call(), Call()
+    room.hold(first.sender, SENDING_BYTES, sending=True)
+    assert not room.join(second.sender)
+    time.sleep(1.0)  # noqa: ASYNC251 - the event loop stands still
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not first.ended.is_set()
+    async with asyncio.timeout(30):
+        await first.ended.wait()
 
 
 START = changes.Start(partitions=[start_at(partition) for partition in range(PARTITIONS)])

@@ -221,7 +221,7 @@ class Server:
             raise
         server_id = 1 + secrets.randbelow(2**64 - 1)
         callers = Callers()
-        self._intake = Intake()
+        self._intake = Intake(lambda: sum(one.bucket.tail.bytes for one in self._catalog.hosts))
         self._changes = ChangeStreamMethods(
             self._catalog,
             self._intake,

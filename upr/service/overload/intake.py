@@ -5,7 +5,8 @@ is complete. The number of waiting calls cannot be bounded further, since idle c
 where they arrive: each connection's socket tells how many it received, and this module counts those delivered as
 messages. When the process holds too much memory, the connections with the largest difference lose their calls, with
 TOO_MANY. Large messages may arrive faster than the event loop handles them, so a thread watches as well: above a higher
-limit it shuts those connections down, and their clients reconnect.
+limit it shuts those connections down, and their clients reconnect. The limits leave room for tails of TAIL_BYTES in all;
+more than that in tails was allowed by whoever configured it, and is not counted.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from upr.config import TAIL_BYTES
 from upr.service.overload.process import anonymous_bytes, give_back_freed
 from upr.service.sight.counts import count_reason, refusals
 from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
@@ -141,7 +143,7 @@ class Arriving:
     async def calm(self) -> None:
         """Wait while the process holds much memory, for CALM_SECONDS at most."""
         left = CALM_SECONDS
-        while left > 0 and anonymous_bytes() >= RECEIVE_WATCH_BYTES:
+        while left > 0 and self._intake.held() >= RECEIVE_WATCH_BYTES:
             await asyncio.sleep(TICK_SECONDS)
             left -= TICK_SECONDS
 
@@ -158,9 +160,14 @@ def shed_error() -> TooManyError:
 
 
 class Intake:
-    """Intake of a server."""
+    """Intake of a server.
 
-    def __init__(self) -> None:
+    Args:
+        tail_bytes: bytes in the tails of all buckets; called by any thread.
+    """
+
+    def __init__(self, tail_bytes: Callable[[], int] = lambda: 0) -> None:
+        self._tail_bytes = tail_bytes
         self._peers: dict[str, _Peer] = {}
         self._told = False
         self._freed_at = 0.0
@@ -238,18 +245,22 @@ class Intake:
         self._last = held
         if self._quiet >= QUIET_TICKS and held > self._given_back + GIVE_BACK_BYTES:
             await asyncio.to_thread(give_back_freed)
-            self._given_back = anonymous_bytes()
+            self._given_back = self.held()
             self._quiet = 0
         self._given_back = min(self._given_back, held)
 
+    def held(self) -> int:
+        """Return the process's anonymous memory without what tails hold above TAIL_BYTES."""
+        return anonymous_bytes() - max(self._tail_bytes() - TAIL_BYTES, 0)
+
     def look(self) -> int:
         """End calls if the process holds too much memory; return how much it holds."""
-        held = anonymous_bytes()
+        held = self.held()
         if held >= RECEIVE_LIMIT_BYTES and time.monotonic() > self._freed_at + FREE_SECONDS:
             # Freed memory may not have been returned yet.
             give_back_freed()
             self._freed_at = time.monotonic()
-            held = anonymous_bytes()
+            held = self.held()
         if held >= RECEIVE_LIMIT_BYTES:
             self._shed(held)
         elif self._told and held < RECEIVE_WATCH_BYTES:
@@ -269,7 +280,7 @@ class Intake:
             self._told = True
             log.warning(
                 "too much is arriving: calls are ended",
-                extra={"anonymous_bytes": held, "calls": ended},
+                extra={"held_bytes": held, "calls": ended},
             )
 
     def _over(self, sizes: Mapping[str, int], held: int) -> list[tuple[int, "_Peer"]]:
@@ -309,11 +320,11 @@ class Intake:
     def _guard(self, stop: threading.Event) -> None:
         seconds = TICK_SECONDS
         while not stop.wait(seconds):
-            held = anonymous_bytes()
+            held = self.held()
             seconds = GUARD_SECONDS if held >= RECEIVE_WATCH_BYTES else TICK_SECONDS
             if held >= RECEIVE_CLOSE_BYTES:
                 give_back_freed()
-                held = anonymous_bytes()
+                held = self.held()
             if held >= RECEIVE_CLOSE_BYTES:
                 self._shut_down_connections(held)
 
@@ -330,7 +341,7 @@ class Intake:
                     one.shutdown(socket.SHUT_RDWR)
         log.warning(
             "too much is arriving: connections are closed",
-            extra={"anonymous_bytes": held, "connections": len(over)},
+            extra={"held_bytes": held, "connections": len(over)},
         )
 
 

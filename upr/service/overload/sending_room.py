@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from upr_protocol.limits import SENDING_BYTES, SENDING_BYTES_A_SECOND, SENDING_SECONDS
 
+STANDSTILL_SECONDS = 1.0
+"""How late a timer of the event loop is when the process, or the machine, stood still."""
+
 
 @dataclass(slots=True, eq=False)
 class Sender:
@@ -92,19 +95,27 @@ class SendingRoom:
         deadlines = [one.deadline for one in self._holding if one.deadline is not None]
         if not self._waiting or not deadlines:
             return
+        loop = asyncio.get_running_loop()
+        due = max(min(deadlines), loop.time())
         if self._timer is not None:
-            if self._timer.when() <= min(deadlines):
+            if self._timer.when() <= due:
                 return
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(min(deadlines), self._end_slow)
+        self._timer = loop.call_at(due, self._end_slow, due)
 
-    def _end_slow(self) -> None:
+    def _end_slow(self, due: float) -> None:
         self._timer = None
         if not self._waiting:
             return
         now = asyncio.get_running_loop().time()
+        # A loop that stood still could not see what was taken meanwhile.
+        stood_still = now - due > STANDSTILL_SECONDS
         for sender in list(self._holding):
-            if sender.deadline is not None and sender.deadline <= now:
+            if sender.deadline is None:
+                continue
+            if stood_still:
+                sender.deadline = max(sender.deadline, now + SENDING_SECONDS)
+            elif sender.deadline <= now:
                 sender.deadline = None
                 sender.end()
         self._look_again()
