@@ -123,9 +123,11 @@ async def test_who_takes_nothing_is_ended_only_while_others_wait(
 async def test_a_standstill_of_the_server_is_no_slowness_of_its_followers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("upr.service.overload.sending.SENDING_SECONDS", 0.1)
-    monkeypatch.setattr("upr.service.overload.sending.STANDSTILL_SECONDS", 0.5)
-    monkeypatch.setattr("upr.service.overload.sending.SENDING_BYTES_A_SECOND", SENDING_BYTES * 1000)
+    monkeypatch.setattr("upr.service.overload.sending_room.SENDING_SECONDS", 0.1)
+    monkeypatch.setattr("upr.service.overload.sending_room.STANDSTILL_SECONDS", 0.5)
+    monkeypatch.setattr(
+        "upr.service.overload.sending_room.SENDING_BYTES_A_SECOND", SENDING_BYTES * 1000
+    )
     room = SendingRoom()
     first, second = Call(), Call()
     room.hold(first.sender, SENDING_BYTES, sending=True)
