@@ -11,7 +11,7 @@ from typing import Final
 
 from tools.bench.common import say
 from tools.bench.peers.measures import ARROW, MEASURES, OBJECTS, OURS, Measured
-from tools.bench.peers.servers import KINDS, MissingServerError
+from tools.bench.peers.servers import KINDS, MissingServerError, program
 
 RUNS: Final = 3
 
@@ -22,6 +22,8 @@ def measured(measures: Iterable[str], names: Iterable[str], runs: int) -> dict[s
     for run in range(1, runs + 1):
         for measure in measures:
             for name in found:
+                if measure in KINDS[name].lacks:
+                    continue
                 load = os.getloadavg()[0]
                 say(f"run {run} of {runs}: {measure}, {name} (load {load:.1f})")
                 found[name] += MEASURES[measure](name)
@@ -64,22 +66,35 @@ def _cell(value: float | None) -> str:
 def show(by_name: dict[str, dict[str, Measured]]) -> None:
     """Print the table: a line a measure, a column a store, and how this server stands to the best of the others."""
     names = list(by_name)
-    print(f"{'measure':<46}{'unit':>7}" + "".join(f"{name:>14}" for name in names), end="")
-    print(f"{'/ best fsync':>14}{'/ best':>9}")
+    print(f"{'measure':<46}{'unit':>7}" + "".join(f"{name:>16}" for name in names), end="")
+    print(f"{'/ best fsync':>16}{'/ best':>9}")
     for measure, ours in by_name[OURS].items():
         values = [by_name[name].get(measure) for name in names]
-        cells = "".join(f"{_cell(v.value if v else None):>14}" for v in values)
+        cells = "".join(f"{_cell(v.value if v else None):>16}" for v in values)
         ratios = [ratio(measure, by_name, fsynced=fsynced) for fsynced in (True, False)]
-        print(f"{measure:<46}{ours.unit:>7}{cells}{_cell(ratios[0]):>14}{_cell(ratios[1]):>9}")
+        print(f"{measure:<46}{ours.unit:>7}{cells}{_cell(ratios[0]):>16}{_cell(ratios[1]):>9}")
         if any(v and v.server_cores for v in values):
             busy = [f"{v.server_cores:.2f}+{v.client_cores:.2f}" if v else "-" for v in values]
-            print(f"{'  cores busy, server + client':<53}" + "".join(f"{b:>14}" for b in busy))
+            print(f"{'  cores busy, server + client':<53}" + "".join(f"{b:>16}" for b in busy))
     for name in names:
-        print(f"{name}: a write is acknowledged with {KINDS[name].durability}")
+        lacks = "".join(f"; no {what}: {why}" for what, why in KINDS[name].lacks.items())
+        print(f"{name}: a write is acknowledged with {KINDS[name].durability}{lacks}")
+
+
+def installed(names: list[str]) -> list[str]:
+    """Return those whose programs are there; tell how to get the others."""
+    found = []
+    for name in names:
+        try:
+            program(KINDS[name].command[0], KINDS[name].package)
+            found.append(name)
+        except MissingServerError as error:
+            say(f"{name} is left out: {error}")
+    return found
 
 
 def main() -> int:
-    """Measure and print. Status 1 when a peer is not installed."""
+    """Measure and print. Status 1 when a peer did not start."""
     parser = argparse.ArgumentParser(prog="tools/dev.py bench peers", description=__doc__)
     peers = [name for name in KINDS if name != OURS]
     parser.add_argument("--peers", default=",".join(peers), help="some of " + ",".join(peers))
@@ -96,7 +111,7 @@ def main() -> int:
             else f"--runs is {options.runs}; must be at least 1"
         )
     try:
-        found = measured(options.only or MEASURES, [OURS, *chosen], options.runs)
+        found = measured(options.only or MEASURES, [OURS, *installed(chosen)], options.runs)
     except MissingServerError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

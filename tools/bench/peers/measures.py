@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from tools.bench.common import VALUE_BYTES, Row, WrongResultError, zipfian_rows
-from tools.bench.peers.servers import KINDS, Running, running
-from tools.bench.peers.stores import Store, Upr, write_all
+from tools.bench.peers.servers import KINDS, MANY, Running, running
+from tools.bench.peers.stores import KeyedStore, Store, Upr, write_all
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partition_of
 
@@ -140,6 +140,7 @@ class Drained:
     """Changes that were read: folded into objects at once, or Arrow record batches, which are folded when asked for."""
 
     def __init__(self) -> None:
+        self.rows = 0
         self._state: dict[bytes, bytes | None] = {}
         self._arrow: list[Any] = []
 
@@ -149,9 +150,11 @@ class Drained:
             assert isinstance(store, Upr)
             async for batch in store.arrow():
                 self._arrow.append(batch)
+                self.rows += batch.num_rows
         else:
             async for rows in store.drain(total):
                 self._state.update(rows)
+                self.rows += len(rows)
 
     def live(self) -> dict[bytes, bytes]:
         """Return what was not deleted in the end."""
@@ -178,7 +181,8 @@ async def _bulk(name: str, peer: Running, rows: list[Row]) -> Iterator[Measured]
         drained, timer = Drained(), Timer(peer)
         async with connected(name, peer.address) as store:
             await drained.read(store, len(rows), arrow=arrow)
-            drains.append(timer.figure(f"drain to {form}", len(rows) / timer.seconds(), "rows/s"))
+            rate = drained.rows / timer.seconds()
+            drains.append(timer.figure(f"drain to {form}", rate, "rows/s"))
         _check(rows, drained.live())
     return iter([ingest, *drains])
 
@@ -190,11 +194,11 @@ def _consume(name: str, address: str, total: int, arrow: bool, pipe: Connection)
     async def consume() -> None:
         async with connected(name, address) as store:
             await drained.read(store, total, arrow=arrow)
+            pipe.send(drained.rows)
 
     pipe.send("ready")
     pipe.recv()
     asyncio.run(consume())
-    pipe.send("done")
     # Not in the time, which goes on until all are done.
     pipe.recv()
     pipe.send(_digest(drained.live()))
@@ -219,9 +223,7 @@ def _consumers(name: str, peer: Running, rows: list[Row], arrow: bool, form: str
         timer = Timer(peer)
         for pipe in pipes:
             pipe.send("go")
-        for pipe in pipes:
-            pipe.recv()
-        rate = CONSUMERS * len(rows) / timer.seconds()
+        rate = sum([pipe.recv() for pipe in pipes]) / timer.seconds()
         figure = timer.figure(f"{CONSUMERS} consumers to {form}, all of them", rate, "rows/s")
         for pipe in pipes:
             pipe.send("check")
@@ -246,7 +248,7 @@ def bulk(name: str) -> Iterator[Measured]:
     rows = zipfian_rows()
     with running(name) as peer:
         yield from asyncio.run(_bulk(name, peer, rows))
-        for arrow, form in _forms(name):
+        for arrow, form in _forms(name) if MANY not in KINDS[name].lacks else ():
             yield _consumers(name, peer, rows, arrow, form)
 
 
@@ -361,6 +363,7 @@ async def _gets(name: str, peer: Running) -> Iterator[Measured]:
     delays: list[float] = []
     found: list[Row] = []
     async with connected(name, peer.address) as store:
+        assert isinstance(store, KeyedStore)
         await store.keep(rows)
         for number in asked[: GETS // 10]:
             await store.get(rows[number][0])

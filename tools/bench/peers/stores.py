@@ -5,12 +5,16 @@ import re
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
+import aiormq
 import asyncpg
+import grpc
 import nats
 import nats.js.api
 import psycopg2.extras
+import rstream
+from aetcd import rpc as etcd
 from redis import asyncio as redis
 
 from tools.bench.common import Row, batches
@@ -27,6 +31,8 @@ _CONNECTIONS: Final = 16
 """Of one client of Redis or PostgreSQL, whose connections do one thing at a time; more are slower on two cores."""
 _NONE: Final = b""
 """Value of a deletion, for peers that have none."""
+_GUEST: Final = {"username": "guest", "password": "guest"}
+"""Who may connect to a new RabbitMQ."""
 
 
 def _store(path: str, position: str) -> None:
@@ -35,6 +41,15 @@ def _store(path: str, position: str) -> None:
 
 def _stored(path: str) -> str:
     return Path(path).read_text()
+
+
+def _packed(key: bytes, value: bytes | None) -> bytes:
+    """Return a change as one message, for peers whose messages have no key."""
+    return bytes([len(key)]) + key + (value or _NONE)
+
+
+def _row(message: bytes) -> Row:
+    return message[1 : 1 + message[0]], message[1 + message[0] :] or None
 
 
 class Store(Protocol):
@@ -66,6 +81,11 @@ class Store(Protocol):
 
     async def resume(self, path: str) -> list[Row]:
         """Load that, follow from there, and return the changes that came first; at least 1."""
+
+
+@runtime_checkable
+class KeyedStore(Protocol):
+    """Store in which a key can be read."""
 
     async def keep(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
         """Write values to where they are found by their keys; called once."""
@@ -314,19 +334,13 @@ class Nats:
     async def create(self) -> None:
         await self._stream.add_stream(name=_NAME, subjects=[_NAME])
 
-    @staticmethod
-    def _row(data: bytes) -> Row:
-        return data[1 : 1 + data[0]], data[1 + data[0] :] or None
-
     async def set(self, key: bytes, value: bytes) -> None:
-        await self._stream.publish(_NAME, bytes([len(key)]) + key + value)
+        await self._stream.publish(_NAME, _packed(key, value))
 
     async def write(self, rows: Sequence[Row]) -> None:
         answers = [
-            await self._stream.publish_async(
-                _NAME, bytes([len(key)]) + key + (value or _NONE), wait_stall=_SECONDS
-            )
-            for key, value in rows
+            await self._stream.publish_async(_NAME, _packed(*row), wait_stall=_SECONDS)
+            for row in rows
         ]
         await asyncio.gather(*answers)
 
@@ -336,7 +350,7 @@ class Nats:
         )
         yield []
         async for message in subscription.messages:
-            yield [self._row(message.data)]
+            yield [_row(message.data)]
 
     async def drain(self, total: int) -> AsyncIterator[list[Row]]:
         async for rows in self._messages():
@@ -371,6 +385,243 @@ class Nats:
 
     async def get(self, key: bytes) -> bytes | None:
         value: bytes | None = (await self._kept.get(key.decode())).value
+        return value
+
+
+class RabbitStream:
+    """A stream of RabbitMQ. A write is acknowledged before it is on the disk."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.split(":")
+        at: dict[str, Any] = {"host": host, "port": int(port), **_GUEST}
+        self._producer: Any = rstream.Producer(**at)
+        self._consumer: Any = rstream.Consumer(**at)
+
+    async def open(self) -> None:
+        """Connect what finds streams; the first write connects what writes."""
+        await self._consumer.start()
+
+    async def close(self) -> None:
+        await self._consumer.close()
+        await self._producer.close()
+
+    async def create(self) -> None:
+        await self._consumer.create_stream(_NAME)
+
+    async def set(self, key: bytes, value: bytes) -> None:
+        await self._producer.send_wait(_NAME, _packed(key, value))
+
+    async def write(self, rows: Sequence[Row]) -> None:
+        left = len(rows)
+        done = asyncio.get_running_loop().create_future()
+
+        def confirmed(status: rstream.ConfirmationStatus) -> None:
+            nonlocal left
+            left -= 1
+            if not status.is_confirmed:
+                done.set_exception(RuntimeError(f"RabbitMQ refused a row: {status.response_code}"))
+            elif not left:
+                done.set_result(None)
+
+        packed = [_packed(*row) for row in rows]
+        await self._producer.send_batch(_NAME, packed, on_publish_confirm=confirmed)
+        await done
+
+    async def _chunks(
+        self, start: rstream.OffsetType, offset: int | None = None
+    ) -> AsyncIterator[tuple[int, list[Row]]]:
+        """Yield (-1, []) once nothing can be missed, and then what came, with the offset of its last row."""
+        arrived = asyncio.Event()
+        last, rows = -1, list[Row]()
+
+        def take(message: bytes, context: rstream.MessageContext) -> None:
+            nonlocal last
+            rows.append(_row(message))
+            last = context.offset
+            arrived.set()
+
+        begin = rstream.ConsumerOffsetSpecification(start, offset)
+        await self._consumer.subscribe(_NAME, take, offset_specification=begin)
+        yield -1, []
+        while True:
+            await arrived.wait()
+            arrived.clear()
+            came, rows = rows, []
+            yield last, came
+
+    async def drain(self, total: int) -> AsyncIterator[list[Row]]:
+        async for _, rows in self._chunks(rstream.OffsetType.FIRST):
+            yield rows
+            total -= len(rows)
+            if not total:
+                return
+
+    async def follow(self) -> AsyncIterator[list[Row]]:
+        async for _, rows in self._chunks(rstream.OffsetType.NEXT):
+            yield rows
+
+    async def remember(self, path: str) -> None:
+        # Rows of a chunk come together, and nobody writes meanwhile.
+        async for last, rows in self._chunks(rstream.OffsetType.LAST):
+            if rows:
+                return _store(path, str(last))
+
+    async def resume(self, path: str) -> list[Row]:
+        async for _, rows in self._chunks(rstream.OffsetType.OFFSET, int(_stored(path)) + 1):
+            if rows:
+                return rows
+        raise AssertionError("the stream ended")
+
+
+class RabbitQueue:
+    """A quorum queue of RabbitMQ, whose log is synced before a write is acknowledged. Each change goes to one consumer, and the queue has the position."""
+
+    def __init__(self, address: str) -> None:
+        self._address = "amqp://{username}:{password}@".format(**_GUEST) + address
+
+    async def open(self) -> None:
+        self._connection = await aiormq.connect(self._address)
+        self._channel: Any = await self._connection.channel()
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def create(self) -> None:
+        kind = {"x-queue-type": "quorum"}
+        await self._channel.queue_declare(_NAME, durable=True, arguments=kind)
+
+    async def set(self, key: bytes, value: bytes | None) -> None:
+        await self._channel.basic_publish(_packed(key, value), routing_key=_NAME, wait=False)
+
+    async def write(self, rows: Sequence[Row]) -> None:
+        await asyncio.gather(*(self.set(*row) for row in rows))
+
+    async def _messages(self) -> AsyncIterator[tuple[int, list[Row]]]:
+        """Yield what came, with what acknowledges it."""
+        arrived = asyncio.Event()
+        last, rows = 0, list[Row]()
+
+        async def take(message: aiormq.abc.DeliveredMessage) -> None:
+            nonlocal last
+            rows.append(_row(message.body))
+            last = message.delivery_tag or 0
+            arrived.set()
+
+        await self._channel.basic_qos(prefetch_count=ROWS_AT_ONCE)
+        await self._channel.basic_consume(_NAME, take)
+        while True:
+            await arrived.wait()
+            arrived.clear()
+            came, rows = rows, []
+            yield last, came
+
+    async def drain(self, total: int) -> AsyncIterator[list[Row]]:
+        async for last, rows in self._messages():
+            yield rows
+            await self._channel.basic_ack(last, multiple=True)
+            total -= len(rows)
+            if not total:
+                return
+
+    async def follow(self) -> AsyncIterator[list[Row]]:
+        # A queue keeps what nobody has taken.
+        yield []
+        async for rows in self.drain(-1):
+            yield rows
+
+    async def remember(self, path: str) -> None:
+        queue = await self._channel.queue_declare(_NAME, passive=True)
+        async for _ in self.drain(queue.message_count or 0):
+            pass
+        _store(path, "")
+
+    async def resume(self, path: str) -> list[Row]:
+        async for _, rows in self._messages():
+            # Not acknowledged, so that the next one has it too.
+            return rows
+        raise AssertionError("the queue ended")
+
+
+class Etcd:
+    """The keys of an etcd, over its own gRPC interface. A write is acknowledged after fsync; who follows them watches all."""
+
+    _OPERATIONS: Final = 128
+    """Most that etcd takes in a transaction."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def open(self) -> None:
+        # One answer of a watch has up to a thousand transactions.
+        options = [("grpc.max_receive_message_length", -1)]
+        self._channel = grpc.aio.insecure_channel(self._address, options)
+        self._keys: Any = etcd.KVStub(self._channel)
+        await self._channel.channel_ready()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def create(self) -> None:
+        """The keys are there."""
+
+    async def set(self, key: bytes, value: bytes) -> None:
+        await self._keys.Put(etcd.PutRequest(key=key, value=value))
+
+    async def write(self, rows: Sequence[Row]) -> None:
+        for batch in batches(list(rows), self._OPERATIONS):
+            # A transaction may change a key once.
+            changes = [
+                etcd.RequestOp(request_delete_range=etcd.DeleteRangeRequest(key=key))
+                if value is None
+                else etcd.RequestOp(request_put=etcd.PutRequest(key=key, value=value))
+                for key, value in dict(batch).items()
+            ]
+            await self._keys.Txn(etcd.TxnRequest(success=changes))
+
+    async def _newest(self) -> int:
+        return int((await self._keys.Range(etcd.RangeRequest(key=b"\0"))).header.revision)
+
+    async def _watch(self, start: int) -> AsyncIterator[tuple[int, list[Row]]]:
+        """Yield (0, []) once nothing can be missed, and then what came, with the revision of its last row; 0 starts now."""
+        call = etcd.WatchStub(self._channel).Watch()
+        try:
+            begin = etcd.WatchCreateRequest(key=b"\0", range_end=b"\0", start_revision=start)
+            await call.write(etcd.WatchRequest(create_request=begin))
+            while not (answer := await call.read()).canceled:
+                rows = [
+                    (one.kv.key, None if one.type == etcd.Event.DELETE else one.kv.value)
+                    for one in answer.events
+                ]
+                yield answer.events[-1].kv.mod_revision if rows else 0, rows
+        finally:
+            call.cancel()
+
+    async def drain(self, total: int) -> AsyncIterator[list[Row]]:
+        newest = await self._newest()
+        async for revision, rows in self._watch(1):
+            yield rows
+            if revision == newest:
+                return
+
+    async def follow(self) -> AsyncIterator[list[Row]]:
+        async for _, rows in self._watch(0):
+            yield rows
+
+    async def remember(self, path: str) -> None:
+        _store(path, str(await self._newest()))
+
+    async def resume(self, path: str) -> list[Row]:
+        async for _, rows in self._watch(int(_stored(path)) + 1):
+            if rows:
+                return rows
+        raise AssertionError("the watch ended")
+
+    async def keep(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        await self.write(rows)
+
+    async def get(self, key: bytes) -> bytes | None:
+        [found] = (await self._keys.Range(etcd.RangeRequest(key=key))).kvs
+        value: bytes = found.value
         return value
 
 
