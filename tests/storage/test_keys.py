@@ -147,7 +147,7 @@ def test_it_finds_what_a_dictionary_has(
     monkeypatch.setattr(
         "upr.storage.search.hash_of", lambda key: int(FORGED[forged](np.uint32(hashing_one(key))))
     )
-    for module in ("blocks", "search"):
+    for module in ("blocks", "compact", "search"):
         monkeypatch.setattr(
             f"upr.storage.{module}.hashes_of", lambda *args: FORGED[forged](hashing(*args))
         )

@@ -11,8 +11,8 @@ from tests.model import Row, apply, partition_of
 from tests.raw import all_rows
 from upr.storage import blocks as blocks_module
 from upr.storage import compact
-from upr.storage.blocks import Encoded
-from upr.storage.compact import FlushSlice, make_chunk, merge_slice, plan_slices
+from upr.storage.blocks import Encoded, cells_of
+from upr.storage.compact import FlushSlice, chunks_of, make_chunk, merge_slice, plan_slices
 from upr_client.testing.memory import run_block
 from upr_protocol.block import Block, build_block, make_runs
 from upr_protocol.wire.codec import decode_block, encode_block
@@ -155,6 +155,35 @@ def test_slices_cover_every_partition_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(part.last - part.first <= compact.SLICE_PARTITIONS for part in slices)
     blocks = merged_blocks(chunks, np.zeros(1024, np.uint64))
     assert sum(block.rows for block in blocks) == 3000
+
+
+def test_a_chunk_is_bounded_by_its_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact, "CHUNK_ROWS", 100)
+    numbering = Numbering()
+    blocks = [numbering.block([(b"%d" % (i % 7), b"") for i in range(30)]) for _ in range(20)]
+    rows = [len(chunk.seqnos) for chunk in chunks_of(blocks)]
+    assert sum(rows) == 600
+    assert max(rows) < 100 + 30
+
+
+@pytest.mark.parametrize(("size", "copies"), [(blocks_module.COPIED_BYTES + 1, 9), (9, 1)])
+def test_only_large_columns_are_copied_one_by_one(
+    size: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of Arrow takes as long as to join some KiB."""
+    numbering, made = Numbering(), list[int]()
+    values = [b"%d" % i * size for i in range(9)]
+    opened = [numbering.block([(b"k", v), (b"gone", None), (b"l", b"w")]).opened() for v in values]
+    making = blocks_module.binary_cells
+
+    def counted(offsets: Any, data: Any) -> Any:
+        made.append(len(offsets) - 1)
+        return making(offsets, data)
+
+    monkeypatch.setattr(blocks_module, "binary_cells", counted)
+    found = cells_of(opened, blocks_module.VALUE_OFFSETS, blocks_module.VALUES).to_pylist()
+    assert sorted(found) == sorted(v for value in values for v in (value, b"", b"w"))
+    assert len(made) == copies
 
 
 def test_a_range_without_a_row_is_stored_also_where_its_slice_has_none() -> None:

@@ -28,17 +28,19 @@ HASHED_BLOCKS = 1000
 """Blocks whose hashes are looked at in one step."""
 HASHED_BYTES = 2**20
 """Keys that are hashed in one step."""
+COPIED_BYTES = 8 * 2**10
+"""Columns at least this large on average are copied by Arrow; a call of it costs more than to join smaller ones."""
 HEAD_BYTES = 2 + RUN.itemsize
 PEEK_BYTES = 128
 """Bytes in front of a block that also hold its uncompressed size."""
 RUN_HEAD = struct.Struct("<IIQQQ")
 """First five fields of a record of the run table: partition, rows, start, end, horizon."""
+_CHECKSUMS = (b"\x4d", b"\x55")
 _BEGINNING = b"\x0a" + bytes([RUN.itemsize])
 """An encoded block begins with field 1, its run table; a stored block has one run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """Head of a stored block.
 
     Attributes:
@@ -73,7 +75,9 @@ def head_of(value: bytes | memoryview, size: int, partition: int, end: int) -> H
     if len(value) < HEAD_BYTES or value[:2] != _BEGINNING:
         raise DataDamagedError(f"partition {partition}: the block that ends at {end} has no head")
     owner, rows, start, told_end, horizon = RUN_HEAD.unpack_from(value, 2)
-    plain = plain_bytes(bytes(value), size)
+    # Columns follow in a block that is not compressed, checksums in one that is.
+    compressed = value[HEAD_BYTES : HEAD_BYTES + 1] in _CHECKSUMS
+    plain = plain_bytes(bytes(value), size) if compressed else size
     head = Head(start, told_end, horizon, rows, size, plain if plain != size else 0)
     if owner != partition or told_end != end or not start < end <= horizon:
         raise DataDamagedError(f"partition {partition}: the block that ends at {end} says {head}")
@@ -373,7 +377,7 @@ def checked(data: bytes) -> Encoded:
     return Encoded(runs, data, columns)
 
 
-def binary_cells(offsets: npt.NDArray[np.int32], data: bytes) -> Any:
+def binary_cells(offsets: npt.NDArray[np.int32], data: bytes | memoryview) -> Any:
     """Return a column of keys or values as an Arrow binary array."""
     return pa.Array.from_buffers(
         pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
@@ -386,11 +390,22 @@ def column_of(columns: Columns, field: int) -> bytes:
     return data[first:end]
 
 
-def cells_of(opened: Sequence[Columns], field: int, data_field: int, rows: npt.ArrayLike) -> Any:
-    """Return the keys or values of several blocks as one Arrow array; ``rows`` are the rows of each, at least 1."""
-    told = np.frombuffer(b"".join([column_of(columns, field) for columns in opened]), "<i4")
+def cells_of(opened: Sequence[Columns], field: int, data_field: int) -> Any:
+    """Return the keys or values of several blocks as one Arrow array; of several each must have rows."""
+    edges = [column_of(columns, field) for columns in opened]
+    places = [spans.get(data_field, ABSENT) for _, spans in opened]
+    if sum(end - first for first, end in places) >= COPIED_BYTES * len(opened) > 0:
+        # Arrow copies them without the interpreter lock.
+        return pa.concat_arrays(
+            [
+                binary_cells(np.frombuffer(own, "<i4"), memoryview(data)[slice(*place)])
+                for own, (data, _), place in zip(edges, opened, places, strict=True)
+            ]
+        )
+    told = np.frombuffer(b"".join(edges), "<i4")
     # Where one block's offsets end and the next one's begin there is no cell.
-    lengths = np.delete(np.diff(told), np.cumsum(np.array(rows, np.int64) + 1)[:-1] - 1)
+    ends = np.cumsum(np.array([len(own) // 4 for own in edges], np.int64))
+    lengths = np.delete(np.diff(told), ends[:-1] - 1)
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return binary_cells(offsets, b"".join([column_of(columns, data_field) for columns in opened]))
@@ -398,8 +413,7 @@ def cells_of(opened: Sequence[Columns], field: int, data_field: int, rows: npt.A
 
 def keys_of(*blocks: Encoded) -> Any:
     """Return the keys of blocks, end to end, as an Arrow binary array; of several blocks each must have rows."""
-    rows = [int(block.runs["count"].sum()) for block in blocks]
-    return cells_of([block.opened() for block in blocks], KEY_OFFSETS, KEYS, rows)
+    return cells_of([block.opened() for block in blocks], KEY_OFFSETS, KEYS)
 
 
 def key_hashes(block: Encoded) -> U32:
@@ -409,7 +423,7 @@ def key_hashes(block: Encoded) -> U32:
     return hashes_of(offsets.astype(np.int64), column_of(columns, KEYS))
 
 
-def hashes_of(offsets: I64, data: bytes) -> U32:
+def hashes_of(offsets: I64, data: bytes | memoryview) -> U32:
     """Return a hash of each key of a column, 32 bits. The store holds such hashes: they must never change.
 
     It takes about 4 times HASHED_BYTES of memory, or of the longest key.
@@ -445,10 +459,10 @@ def hash_of(key: bytes) -> int:
     return (((total ^ total >> 32) * _PLAIN_WEIGHTS[-2]) >> 32) & (2**32 - 1)
 
 
-def _hashes_of(offsets: I64, data: bytes) -> U32:
+def _hashes_of(offsets: I64, data: bytes | memoryview) -> U32:
     lengths = np.diff(offsets)
     # A word at each byte; behind the last there are bytes for its word.
-    padded = data + bytes(8)
+    padded = b"".join((data, bytes(8)))
     longest = int(lengths.max())
     if longest == lengths.min():
         count = max(longest + 7 >> 3, 1)
@@ -527,16 +541,21 @@ class SortedRows:
 
     Args:
         keys, values: Arrow binary arrays.
-        ops: uint8. seqnos: uint64. times: int64, microseconds.
+        hashes: of the keys. ops: uint8. seqnos: uint64. times: int64, microseconds.
     """
 
     def __init__(
-        self, keys: Any, values: Any, ops: npt.NDArray[np.uint8], seqnos: U64, times: I64
+        self,
+        keys: Any,
+        hashes: U32,
+        values: Any,
+        ops: npt.NDArray[np.uint8],
+        seqnos: U64,
+        times: I64,
     ) -> None:
         self._key_offsets, self._keys = raw_cells(keys)
         self._value_offsets, self._values = raw_cells(values)
-        self._hashes = hashes_of(self._key_offsets, self._keys)
-        self._ops, self._times = ops, times
+        self._hashes, self._ops, self._times = hashes, ops, times
         self.seqnos = seqnos
 
     def stretch(self, rows: tuple[int, int], run: tuple[int, int, int, int]) -> list[Piece]:
@@ -605,9 +624,9 @@ class SortedRows:
                     b"" if piece.dense else seqnos[4 * first : 4 * last],
                     ops[first:last] if own_ops else b"",
                     key_edges[cells],
-                    self._keys[keys[i] : keys[i + 1]],
+                    bytes(self._keys[keys[i] : keys[i + 1]]),
                     value_edges[cells],
-                    self._values[values[i] : values[i + 1]],
+                    bytes(self._values[values[i] : values[i + 1]]),
                     times_of_rows[8 * first : 8 * last] if own_times else b"",
                 ),
             )
@@ -628,9 +647,9 @@ def _edges(offsets: I64, firsts: I64, counts: I64) -> bytes:
     return own.astype("<i4").tobytes()
 
 
-def raw_cells(array: Any) -> tuple[I64, bytes]:
-    """Return a binary array's offsets, from 0 and as int64, and its bytes."""
+def raw_cells(array: Any) -> tuple[I64, memoryview]:
+    """Return a binary array's offsets, from 0 and as int64, and its bytes, which are not copied."""
     _, offset_buffer, data = array.buffers()
     offsets = np.frombuffer(offset_buffer, "<i4", len(array) + 1, array.offset * 4)
-    raw = memoryview(data)[offsets[0] : offsets[-1]].tobytes() if data is not None else b""
+    raw = memoryview(b"" if data is None else data)[offsets[0] : offsets[-1]]
     return (offsets - offsets[0]).astype(np.int64), raw

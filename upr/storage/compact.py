@@ -43,12 +43,14 @@ from upr.storage.blocks import (
     cells_of,
     checked,
     column_of,
+    hashes_of,
     joined_runs,
     key_hashes,
     keys_of,
+    raw_cells,
     tombstones_of,
 )
-from upr_protocol.block import I64, RUN, U64, Runs
+from upr_protocol.block import I64, RUN, U32, U64, Runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
 from upr_protocol.wire.codec import plain_bytes
@@ -100,8 +102,12 @@ def purge_of(seqnos: U64, free: npt.NDArray[np.bool_]) -> Purge:
 
 
 CHUNK_BYTES = 8 * 2**20
+CHUNK_ROWS = 2**17
+"""What a chunk takes beside its bytes, in arrays and while it is made, goes by its rows."""
 SLICE_BYTES = 8 * 2**20
 SLICE_PARTITIONS = 128
+ALIKE_FRACTION = 0.1
+"""Where more of the rows repeat a hash all keys are compared, because to choose those that must be would cost more."""
 
 
 @dataclass(slots=True)
@@ -113,7 +119,7 @@ class Chunk:
         ends, horizons: per partition, of the runs in this chunk; 0 where there is none.
         runs: the run tables of the blocks, end to end.
         keys: Arrow binary array.
-        ops: uint8. seqnos: uint64. times: int64, microseconds.
+        hashes: of the keys. ops: uint8. seqnos: uint64. times: int64, microseconds.
     """
 
     bounds: I64
@@ -121,6 +127,7 @@ class Chunk:
     horizons: U64
     runs: Runs
     keys: Any
+    hashes: U32
     ops: npt.NDArray[np.uint8]
     seqnos: U64
     times: I64
@@ -132,7 +139,7 @@ class Chunk:
 
         They are not sorted with the rest: most may be of rows that are superseded.
         """
-        return self._values.take(pa.array(self._places[rows]))
+        return _taken(self._values, self._places[rows])
 
     def column_bytes(self) -> I64:
         """Return the approximate bytes of each partition's rows and runs, shape (1024,); 0 only without a run."""
@@ -199,6 +206,7 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
     seqnos = np.repeat(runs["start_seqno"], counts) + offsets.astype(np.uint64)
     partitions = np.repeat(runs["partition"], counts)
     order = _by_number(partitions)
+    keys = _taken(cells_of(opened, KEY_OFFSETS, KEYS), order)
     ends = np.zeros(PARTITIONS, np.uint64)
     horizons = np.zeros(PARTITIONS, np.uint64)
     np.maximum.at(ends, runs["partition"], runs["end_seqno"])
@@ -208,11 +216,12 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
         ends,
         horizons,
         runs,
-        cells_of(opened, KEY_OFFSETS, KEYS, rows).take(pa.array(order)),
+        keys,
+        hashes_of(*raw_cells(keys)),
         ops[order],
         seqnos[order],
         times[order],
-        cells_of(opened, VALUE_OFFSETS, VALUES, rows),
+        cells_of(opened, VALUE_OFFSETS, VALUES),
         order,
     )
 
@@ -222,6 +231,13 @@ def _by_number(partitions: npt.NDArray[Any]) -> I64:
     return np.argsort(partitions.astype(np.uint16), kind="stable")
 
 
+def _taken(cells: Any, rows: I64) -> Any:
+    """Return the cells of some rows; those that are there where these are all, in their order."""
+    if len(rows) == len(cells) and (rows[1:] > rows[:-1]).all():
+        return cells
+    return cells.take(pa.array(rows))
+
+
 def _rows_of(blocks: Sequence[Encoded], runs: Runs) -> I64:
     """Return the rows of each block; ``runs`` are the runs of all blocks end to end."""
     firsts = np.cumsum([0, *(len(block.runs) for block in blocks[:-1])])
@@ -229,13 +245,14 @@ def _rows_of(blocks: Sequence[Encoded], runs: Runs) -> I64:
 
 
 def chunks_of(blocks: Sequence[Encoded]) -> Iterator[Chunk]:
-    """Yield the blocks' rows as chunks of about CHUNK_BYTES."""
-    first = size = 0
+    """Yield the blocks' rows as chunks of about CHUNK_BYTES, and of about CHUNK_ROWS at most."""
+    first = size = rows = 0
     for i, block in enumerate(blocks):
         size += plain_bytes(block.data, len(block.data))
-        if size >= CHUNK_BYTES or i == len(blocks) - 1:
+        rows += int(block.runs["count"].sum())
+        if size >= CHUNK_BYTES or rows >= CHUNK_ROWS or i == len(blocks) - 1:
             yield make_chunk(blocks[first : i + 1])
-            first, size = i + 1, 0
+            first, size, rows = i + 1, 0, 0
 
 
 def plan_slices(chunks: Sequence[Chunk]) -> list[FlushSlice]:
@@ -309,7 +326,8 @@ def merge_slice(
     limit[list(torn)] = [found.marker for found in torn.values()]
     apart = seqnos > limit[partitions]
     live = seqnos > stored[partitions]
-    rows = _newest_rows_of(keys, partitions, live & ~apart)
+    hashes = np.concatenate([c.hashes[a:b] for c, a, b in used])
+    rows = _newest_rows_of(keys, hashes, partitions, live & ~apart)
     if torn:
         rows = np.sort(np.concatenate((rows, np.flatnonzero(live & apart))))
     merged = Merged([], {})
@@ -319,7 +337,8 @@ def merge_slice(
     order = rows[sorting]
     merged.rows = len(order)
     sorted_rows = SortedRows(
-        keys.take(pa.array(order)),
+        _taken(keys, order),
+        hashes[order],
         _values_of(used, rows, sorting),
         ops[order],
         seqnos[order],
@@ -364,7 +383,7 @@ def _values_of(used: Sequence[tuple[Chunk, int, int]], rows: I64, sorting: I64) 
         own = slice(*np.searchsorted(rows, (first, first + high - low)))
         found.append(chunk.values(rows[own] - first + low))
         first += high - low
-    return pa.concat_arrays(found).take(pa.array(sorting))
+    return _taken(pa.concat_arrays(found), sorting)
 
 
 class _Torn(NamedTuple):
@@ -430,7 +449,8 @@ def rebuild(
         (partition, end_seqno, bytes) of each block, and the packed hashes of its keys.
     """
     sorted_rows = SortedRows(
-        chunk.keys.take(pa.array(rows)),
+        _taken(chunk.keys, rows),
+        chunk.hashes[rows],
         chunk.values(rows),
         chunk.ops[rows],
         chunk.seqnos[rows],
@@ -458,17 +478,31 @@ def _purged(
     return staying
 
 
-def _newest_rows_of(keys: Any, partitions: I64, live: npt.NDArray[np.bool_]) -> I64:
+def _newest_rows_of(keys: Any, hashes: U32, partitions: I64, live: npt.NDArray[np.bool_]) -> I64:
     """Return the row numbers, ascending, of each partition's last row of each key among the live ones."""
     candidates = np.flatnonzero(live)
-    if len(candidates) < len(live):
-        keys = keys.take(pa.array(candidates))
-    codes = keys.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    codes = _by_partition(codes.astype(np.int64), partitions[candidates])
-    newest = np.full(int(codes.max()) + 1 if len(codes) else 0, -1, np.int64)
+    alike = candidates[_alike(partitions[candidates], hashes[candidates])]
+    if not len(alike):
+        return candidates
+    codes = _taken(keys, alike).dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    codes = _by_partition(codes.astype(np.int64), partitions[alike])
+    newest = np.zeros(int(codes.max()) + 1, np.int64)
     # For a repeated index numpy keeps the last assignment, which is the newest row of the key.
-    newest[codes] = candidates
-    return np.sort(newest)
+    newest[codes] = alike
+    keep = live.copy()
+    keep[alike] = False
+    keep[newest] = True
+    return np.flatnonzero(keep)
+
+
+def _alike(partitions: I64, hashes: U32) -> npt.NDArray[np.bool_]:
+    """Return which rows may have the key of another one in their partition: the hash is that of another one."""
+    told = partitions.astype(np.uint64) << np.uint64(32) | hashes
+    ordered = np.sort(told)
+    again = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(again) > ALIKE_FRACTION * len(told):
+        return np.ones(len(told), bool)
+    return np.isin(told, again)
 
 
 def _by_partition(codes: I64, partitions: I64) -> I64:

@@ -229,7 +229,7 @@ def _taken(column: bytes, dtype: str, rows: I64) -> bytes:
 def _column(array: pa.Array) -> tuple[bytes, bytes]:
     """Return a column's offsets, from 0, and its bytes."""
     offsets, data = raw_cells(array)
-    return offsets.astype("<i4").tobytes(), data
+    return offsets.astype("<i4").tobytes(), bytes(data)
 
 
 @dataclass(slots=True)

@@ -529,20 +529,21 @@ class Store:
         heads: list[Head] = []
         prefix = keyspace.partition_key(partition)
         with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:
-            more = cursor.set_range(prefix)
-            while more and cursor.key()[:2] == prefix:
-                _, end = keyspace.unpack_block_key(bytes(cursor.key()))
-                value = cursor.value()
+            before = 0
+            for key, value in cursor.iternext() if cursor.set_range(prefix) else ():
+                owner, end = keyspace.unpack_block_key(bytes(key))
+                if owner != partition:
+                    break
                 try:
                     head = head_of(bytes(value[:PEEK_BYTES]), len(value), partition, end)
                 except DataDamagedError as error:
                     return heads, error
-                if head.start != (heads[-1].end if heads else 0):
+                if head.start != before:
                     return heads, DataDamagedError(
-                        f"partition {partition}: a stored block begins at {head.start}, the one before it ends at {heads[-1].end if heads else 0}"
+                        f"partition {partition}: a stored block begins at {head.start}, the one before it ends at {before}"
                     )
                 heads.append(head)
-                more = cursor.next()
+                before = end
         return heads, None
 
     def blocks(self, partition: int, ends: Iterable[int]) -> list[bytes]:
