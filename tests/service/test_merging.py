@@ -1,10 +1,14 @@
 """Merging and purging under a real server: followers of every kind end with the right state."""
 
 import asyncio
+import errno
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,10 +17,12 @@ from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, poll
 from tests.model import ModelPartition, Row, State, apply, partition_of
 from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
-from tests.service.bucket_state import started
+from tests.service.bucket_state import started, until
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
+from upr.engine.bucket import FlushPlan
 from upr.service.buckets.bucket_service import BucketService
+from upr.storage.compact import FlushSlice
 from upr_protocol.block import Block, build_block
 from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
@@ -304,3 +310,36 @@ async def test_killed_while_merging(server_process: StartServer, failpoint: str)
             await follower.run(server.target, done)
             check(follower)
     assert server.terminate() == 0
+
+
+@pytest.mark.asyncio
+async def test_what_a_flush_that_failed_had_in_memory_is_let_go(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be tens of MiB, and there is another one at every attempt."""
+    host = started(BucketService(folder, ServerConfig(data=folder)))
+    block = build_block(keys := some_keys(9, 3), [b"v" for _ in keys])
+    await host.durable((await host.write(block, b"", None, 0)).entry)
+    put, prepare = host.disk.store.put_flush, FlushPlan.prepare
+    plans, left = list[weakref.ref[Any]](), list[int]()
+
+    def preparing(plan: FlushPlan) -> list[FlushSlice]:
+        left.append(sum(of() is not None for of in plans))
+        plans.append(weakref.ref(plan.stored))
+        return prepare(plan)
+
+    def failing(*args: Any) -> None:
+        raise OSError(errno.EIO, "broken") from ValueError("its cause")
+
+    monkeypatch.setattr(FlushPlan, "prepare", preparing)
+    monkeypatch.setattr(host.disk.store, "put_flush", failing)
+    gc.disable()
+    try:
+        host.flusher.wanted.set()
+        await until(lambda: len(left) > 2)
+    finally:
+        gc.enable()
+    assert sum(left) == 0
+    monkeypatch.setattr(host.disk.store, "put_flush", put)
+    await until(lambda: host.bucket.tail.first == host.bucket.tail.end)
+    assert await host.close()

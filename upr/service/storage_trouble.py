@@ -50,24 +50,25 @@ def is_full(error: BaseException) -> bool:
 
 @dataclass(slots=True)
 class Trouble:
-    """Trouble: one operation that fails now.
+    """Trouble: one operation that fails now. It has no error, whose traceback would keep what the operation held.
 
     Attributes:
         what: one of the names above.
-        error: the newest error.
+        words, full: the newest error in words for clients, and whether it means a lack of room.
         since: when it began, seconds since the epoch.
         began: the same on the monotonic clock.
     """
 
     what: str
-    error: BaseException
+    words: str
+    full: bool
     since: float
     began: float
 
     def problem(self) -> UprError:
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        words = f"{self.what}, since {since}: {words_of(self.error)}"
-        if is_full(self.error):
+        words = f"{self.what}, since {since}: {self.words}"
+        if self.full:
             return NoRoomError(words, hint="free some space; writing resumes by itself")
         return StorageFailedError(words, hint="see the server's log", retriable=True)
 
@@ -95,12 +96,13 @@ class Troubles:
 
     def begins(self, what: str, error: BaseException) -> None:
         """Record a failure; log the first one."""
+        words, full = words_of(error), is_full(error)
         known = self._now.get(what)
         if known is not None:
-            known.error = error
+            known.words, known.full = words, full
             return
         self.begun[what] += 1
-        self._now[what] = Trouble(what, error, time.time(), time.monotonic())
+        self._now[what] = Trouble(what, words, full, time.time(), time.monotonic())
         log.error(
             "storage trouble",
             extra={"bucket": self._bucket, "trouble": what, "error": str(error)},
