@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Iterator
 from itertools import count, islice
@@ -22,7 +23,7 @@ from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.engine.bucket import FlushPlan
 from upr.service.buckets.bucket_service import BucketService
-from upr.storage.compact import FlushSlice
+from upr.storage.compact import FlushSlice, Merged
 from upr_protocol.block import Block, build_block
 from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
@@ -313,14 +314,16 @@ async def test_killed_while_merging(server_process: StartServer, failpoint: str)
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("fails", ["to be stored", "to be merged ahead"])
 async def test_what_a_flush_that_failed_had_in_memory_is_let_go(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be tens of MiB, and there is another one at every attempt."""
     host = started(BucketService(folder, ServerConfig(data=folder)))
-    block = build_block(keys := some_keys(9, 3), [b"v" for _ in keys])
+    keys = [*some_keys(9, 3), *some_keys(10, 3), *some_keys(11, 3)]
+    block = build_block(keys, [b"v" for _ in keys])
     await host.durable((await host.write(block, b"", None, 0)).entry)
-    put, prepare = host.disk.store.put_flush, FlushPlan.prepare
+    prepare, merge = FlushPlan.prepare, FlushPlan.merge
     plans, left = list[weakref.ref[Any]](), list[int]()
 
     def preparing(plan: FlushPlan) -> list[FlushSlice]:
@@ -331,15 +334,51 @@ async def test_what_a_flush_that_failed_had_in_memory_is_let_go(
     def failing(*args: Any) -> None:
         raise OSError(errno.EIO, "broken") from ValueError("its cause")
 
-    monkeypatch.setattr(FlushPlan, "prepare", preparing)
-    monkeypatch.setattr(host.disk.store, "put_flush", failing)
-    gc.disable()
-    try:
-        host.flusher.wanted.set()
-        await until(lambda: len(left) > 2)
-    finally:
-        gc.enable()
+    def merging(plan: FlushPlan, part: FlushSlice) -> Merged:
+        if part.first >= 10:
+            failing()
+        return merge(plan, part)
+
+    with monkeypatch.context() as broken:
+        broken.setattr("upr.storage.compact.SLICE_BYTES", 1)
+        broken.setattr(FlushPlan, "prepare", preparing)
+        if fails == "to be stored":
+            broken.setattr(host.disk.store, "put_flush", failing)
+        else:
+            broken.setattr(FlushPlan, "merge", merging)
+        gc.disable()
+        try:
+            host.flusher.wanted.set()
+            await until(lambda: len(left) > 2)
+        finally:
+            gc.enable()
     assert sum(left) == 0
-    monkeypatch.setattr(host.disk.store, "put_flush", put)
     await until(lambda: host.bucket.tail.first == host.bucket.tail.end)
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+async def test_a_slice_of_a_flush_is_merged_while_the_one_before_it_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = started(BucketService(folder, ServerConfig(data=folder)))
+    monkeypatch.setattr("upr.storage.compact.SLICE_BYTES", 1)
+    following, merged = threading.Event(), list[FlushSlice]()
+    merge, put = FlushPlan.merge, host.disk.store.put_flush
+
+    def merging(plan: FlushPlan, part: FlushSlice) -> Merged:
+        merged.append(part)
+        if len(merged) == 2:
+            following.set()
+        return merge(plan, part)
+
+    def putting(*args: Any) -> None:
+        assert following.wait(WAIT_SECONDS), "it is merged only when the one before is stored"
+        put(*args)
+
+    monkeypatch.setattr(FlushPlan, "merge", merging)
+    monkeypatch.setattr(host.disk.store, "put_flush", putting)
+    await write_and_flush(host, [*some_keys(9, 3), *some_keys(10, 3), *some_keys(11, 3)])
+    assert len(merged) > 2
+    assert [host.disk.store.heads(p)[-1].end for p in (9, 10, 11)] == [3, 3, 3]
     assert await host.close()

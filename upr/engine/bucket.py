@@ -91,7 +91,7 @@ class FlushPlan:
 
 COMMIT_BYTES = 32 * 2**20
 """Most bytes of a commit, so that the time of one fsync is bounded."""
-FLUSH_BYTES = 24 * 2**20
+FLUSH_BYTES = 36 * 2**20
 """Most bytes of a flush, because it holds a second copy of the rows."""
 
 

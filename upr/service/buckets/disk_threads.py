@@ -146,6 +146,7 @@ class Disk:
             raise
         self._journal_thread = Worker("journal")
         self._store_thread = Worker("store")
+        self._flush_thread = Worker("flush")
         self._readers = Worker("reader", _READERS)
 
     # Threads
@@ -158,6 +159,10 @@ class Disk:
             # No later transaction of this process would succeed.
             self._fail(StorageFailedError(f"the store has failed: {words_of(error)}"))
             raise
+
+    async def in_flush_thread(self, call: Callable[[], _T]) -> _T:
+        """Run a function in the thread that merges what a flush stores."""
+        return await self._in(self._flush_thread.run, call)
 
     async def in_reader(self, call: Callable[[], _T]) -> _T:
         """Run a function of a few short transactions in a reader thread."""
@@ -209,6 +214,7 @@ class Disk:
     def close(self) -> None:
         """Wait for the threads, and close journal and store."""
         self._journal_thread.close()
+        self._flush_thread.close()
         self._store_thread.close()
         self._readers.close()
         self.journal.close()

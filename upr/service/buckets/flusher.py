@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 
 import lmdb
 
@@ -17,9 +18,10 @@ from upr.storage.keyspace import ProducerNumbers
 
 log = logging.getLogger(__name__)
 
-FLUSH_FRACTION = 0.75
+FLUSH_FRACTION = 0.6
 """Part of the tail's limit at which a flush begins, so that it ends before writers must wait."""
 _RETRY_SECONDS = 0.25
+_Slice = tuple[Merged, dict[bytes, ProducerNumbers]]
 
 
 class Flusher:
@@ -142,8 +144,7 @@ class Flusher:
         self.busy = True
         try:
             try:
-                for part in await self._disk.in_store_thread(plan.prepare):
-                    await self._flush_slice(plan, part)
+                await self._flush_slices(plan)
                 complete = True
             finally:
                 through = self._bucket.end_flush(complete)
@@ -158,12 +159,32 @@ class Flusher:
         await self._disk.in_store_thread(self._disk.quota.refresh)
         return True
 
-    async def _flush_slice(self, plan: FlushPlan, part: FlushSlice) -> None:
-        def merge() -> tuple[Merged, dict[bytes, ProducerNumbers]]:
+    async def _flush_slices(self, plan: FlushPlan) -> None:
+        """Store slice by slice; while one is written the next one is merged."""
+        parts = await self._disk.in_flush_thread(plan.prepare)
+        ahead: asyncio.Task[_Slice] | None = None
+        try:
+            for part, following in zip_longest(parts, parts[1:]):
+                merged, producers = await (ahead or self._merge(plan, part))
+                ahead = None
+                if following is not None:
+                    ahead = asyncio.create_task(self._merge(plan, following))
+                await self._store_slice(merged, producers)
+        finally:
+            if ahead is not None and not ahead.cancel() and not ahead.cancelled():
+                # It failed as well; asyncio would tell of an error that nobody asked for.
+                ahead.exception()
+            # Its traceback has this frame, and with it the plan.
+            ahead = None
+
+    async def _merge(self, plan: FlushPlan, part: FlushSlice) -> _Slice:
+        def merge() -> _Slice:
             merged = plan.merge(part)
             return merged, plan.producer_rows(part, merged)
 
-        merged, producers = await self._disk.in_store_thread(merge)
+        return await self._disk.in_flush_thread(merge)
+
+    async def _store_slice(self, merged: Merged, producers: dict[bytes, ProducerNumbers]) -> None:
         ends = self._bucket.flush_ends(merged)
 
         def store() -> None:
