@@ -4,11 +4,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from tests.storage.stored_blocks import heads_of
-from upr.engine.compaction import BLOCK_COST, FAN_IN, plan_merge, plan_whole, segments
-from upr.storage.blocks import Head, last_complete
+from upr.engine.compaction import (
+    BLOCK_COST,
+    FAN_IN,
+    JOIN_BYTES,
+    hardly_repeats,
+    plan_merge,
+    plan_whole,
+    segments,
+    small_ones,
+)
+from upr.storage.blocks import BlockHashes, BlockRange, Head, last_complete
+from upr_protocol.limits import BLOCK_COLUMN_BYTES
 
 P = 5
 
@@ -94,6 +105,63 @@ def test_settled_blocks_count_as_one() -> None:
     found = plan_merge(P, heads_of(10, 20, 30, 40), [], [(0, 20)])
     assert found is not None
     assert (found.start, found.end) == (0, 40)
+
+
+def joined(heads: Sequence[Head]) -> tuple[int, int] | None:
+    found = small_ones(BlockRange(P, tuple(heads)))
+    return None if found is None else (found.start, found.end)
+
+
+def test_small_neighbours_are_joined_where_there_are_enough_of_them() -> None:
+    small = heads_of(*range(10, 10 + 20 * FAN_IN, 10))
+    assert joined(small) == (0, small[-1].end)
+    assert joined(small[: FAN_IN - 1]) is None
+    large = [head._replace(size=JOIN_BYTES) for head in small]
+    assert joined(large) is None
+    assert joined([*small[: FAN_IN - 1], *large[FAN_IN - 1 : FAN_IN], *small[FAN_IN:]]) == (
+        small[FAN_IN].start,
+        small[-1].end,
+    )
+    packed = [head._replace(compressed_from=JOIN_BYTES) for head in small]
+    assert joined(packed) is None
+
+
+def test_what_is_joined_fits_a_block() -> None:
+    fitting = BLOCK_COLUMN_BYTES // (JOIN_BYTES - 1)
+    assert joined(heads_of(*range(1, 3 * fitting), size=JOIN_BYTES - 1)) == (0, fitting)
+
+
+def test_what_is_joined_does_not_end_inside_a_stretch() -> None:
+    small = heads_of(*range(10, 10 + 10 * (FAN_IN + 1), 10))
+    inside = [*small[:-1], small[-1]._replace(horizon=999)]
+    assert joined(inside) == (0, small[FAN_IN - 1].end)
+    assert joined(inside[1:]) is None
+
+
+def test_what_is_superseded_is_counted_by_the_bytes_of_its_blocks() -> None:
+    heads = [head._replace(size=1000) for head in heads_of(*range(10, 140, 10))]
+    hashes = np.arange(130, dtype=np.uint32)
+
+    def hardly(heads: Sequence[Head], hashes: Sequence[int], missing: int = 0) -> bool:
+        back = list(reversed(heads))[: len(heads) - missing]
+        row_ends = np.cumsum([head.rows for head in back])
+        known = BlockHashes(
+            [head.start for head in back],
+            [head.end for head in back],
+            row_ends,
+            np.array(hashes[: row_ends[-1]], np.uint32),
+        )
+        return hardly_repeats(BlockRange(P, tuple(heads)), known)
+
+    assert hardly(heads, hashes.tolist())
+    # The hashes are those of the newest block first: the rows of the oldest one are the last.
+    again = [*hashes[:129].tolist(), 0]
+    assert not hardly(heads, again), "two of thirteen blocks may be superseded"
+    newest = [*heads[:-1], heads[-1]._replace(size=1)]
+    assert hardly(newest, again), "1,001 bytes beside 11,000"
+    large = [heads[0]._replace(size=1200), *newest[1:]]
+    assert not hardly(large, again), "a single row of 130, and more than a tenth of what is left"
+    assert not hardly(heads, hashes.tolist(), missing=1), "the oldest block has no hashes"
 
 
 @dataclass

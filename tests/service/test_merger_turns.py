@@ -1,15 +1,24 @@
-"""The compactor's turns: every partition is looked at, however fast others change."""
+"""The compactor's turns: every partition is looked at, however fast others change; and what it leaves as it is."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.raw import all_rows
+from tests.service.bucket_state import started
+from tests.service.keys import some_keys
 from upr.config import ServerConfig
+from upr.engine.compaction import FAN_IN, JOIN_BYTES
 from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.compactor import LOOK_PARTITIONS
+from upr_protocol.block import build_block
 from upr_protocol.limits import PARTITIONS
+from upr_protocol.wire.codec import decode_block
+
+P = 9
+Rows = dict[bytes, bytes]
 
 
 @pytest.mark.asyncio
@@ -33,4 +42,121 @@ async def test_those_that_wait_longest_are_looked_at_first(
     assert PARTITIONS % LOOK_PARTITIONS == 0
     assert len(looked) == PARTITIONS
     assert sorted(looked) == list(range(PARTITIONS))
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+async def test_the_compactor_looks_at_nothing_more_once_it_is_to_stop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = BucketService(folder, ServerConfig(folder))
+    looked: list[int] = []
+
+    def heads(partition: int) -> list[object]:
+        looked.append(partition)
+        host.compactor.stop()
+        return []
+
+    monkeypatch.setattr(host.disk.store, "heads", heads)
+    await host.compactor._merge([3, 4, 5])
+    assert looked == [3]
+    assert await host.close()
+
+
+async def flush(host: BucketService, rows: Rows) -> None:
+    block = build_block(list(rows), list(rows.values()))
+    await host.durable((await host.write(block, b"", None, 0)).entry)
+    assert await host.flush()
+
+
+async def compact(host: BucketService) -> list[int]:
+    """Have the compactor look until it has nothing to do, and return the rows of the partition's blocks."""
+    while waiting := list(host.compactor._waiting):
+        host.compactor._waiting.clear()
+        await host.compactor._merge(waiting)
+    return [head.rows for head in host.disk.store.heads(P)]
+
+
+def stored_rows(host: BucketService) -> Rows:
+    ends = [head.end for head in host.disk.store.heads(P)]
+    found = all_rows(decode_block(data) for data in host.disk.store.blocks(P, ends))
+    return {key: value for _, _, key, value in found if value is not None}
+
+
+@pytest.mark.asyncio
+async def test_keys_that_are_all_different_are_joined_and_those_that_are_repeated_compacted(
+    folder: Path,
+) -> None:
+    host = started(BucketService(folder, ServerConfig(folder)))
+    async with host.compactor.turn:
+        keys = some_keys(P, 10 * FAN_IN)
+        found = []
+        for at in range(0, len(keys), 10):
+            await flush(host, dict.fromkeys(keys[at : at + 10], b"v"))
+            found.append(await compact(host))
+        assert found[:2] == [[10], [10, 10]], "rows were written anew, and none was dropped"
+        assert found[-1] == [len(keys)]
+        assert host.disk.counters.merge_input_rows == len(keys)
+        # Now half of the rows are older ones of keys that came again.
+        await flush(host, dict.fromkeys(keys, b"a newer value"))
+        assert await compact(host) == [len(keys)]
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+async def test_small_blocks_on_both_sides_of_a_large_one_are_joined_one_side_after_the_other(
+    folder: Path,
+) -> None:
+    host = started(BucketService(folder, ServerConfig(folder)))
+    async with host.compactor.turn:
+        keys = some_keys(P, 2 * FAN_IN + 1)
+        rows = {key: b"%d" % at for at, key in enumerate(keys)}
+        rows[keys[FAN_IN]] = bytes(JOIN_BYTES)
+        for key in keys:
+            await flush(host, {key: rows[key]})
+        assert await compact(host) == [FAN_IN, 1, FAN_IN]
+        assert stored_rows(host) == rows
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+async def test_keys_are_compared_where_their_hashes_are_not_stored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = started(BucketService(folder, ServerConfig(folder)))
+    put_flush = host.disk.store.put_flush
+    monkeypatch.setattr(
+        host.disk.store,
+        "put_flush",
+        lambda blocks, ends, producers, hashes, counts: put_flush(blocks, ends, producers),
+    )
+    async with host.compactor.turn:
+        keys = some_keys(P, 20)
+        await flush(host, dict.fromkeys(keys[:10], b"v"))
+        assert await compact(host) == [10]
+        await flush(host, dict.fromkeys(keys[10:], b"v"))
+        assert await compact(host) == [20]
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("large", [0, 10**5])
+async def test_what_is_stored_is_bounded_by_what_is_alive_however_few_rows_are_superseded(
+    folder: Path, large: int
+) -> None:
+    """Beside new keys, one large value comes again each time, or some small ones that are all there is; then nothing."""
+    host = started(BucketService(folder, ServerConfig(folder)))
+    async with host.compactor.turn:
+        keys = some_keys(P, 601)
+        rows: Rows = {}
+        for turn in range(20):
+            now = keys[30 * turn : 30 * turn + 30] if large else keys[:30]
+            new = dict.fromkeys(now, b"v" * 50) | {keys[-1]: bytes([turn]) * large}
+            await flush(host, new)
+            await compact(host)
+            rows |= new
+        alive = sum(len(key) + len(value) + 8 for key, value in rows.items())
+        used = sum(head.size for head in host.disk.store.heads(P))
+        assert used < 2.2 * alive
+        assert stored_rows(host) == rows
     assert await host.close()

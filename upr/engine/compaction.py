@@ -4,7 +4,8 @@
 than everything stored after it, the whole partition is compacted, so superseded rows are always fewer than the oldest
 stretch. In between, a stretch no larger than all later ones is compacted with them once they are FAN_IN together. A row
 is rewritten only after as much data as its stretch was stored behind it: at most about log2(partition / flush) times,
-and less often with small flushes. No compaction crosses a pinned seqno, or the last complete marker.
+and less often with small flushes. No compaction crosses a pinned seqno, or the last complete marker. A range whose keys
+are all different, as their stored hashes tell, counts as compacted as it is; only small blocks in it are joined.
 
 *Tombstones*. A purged tombstone informs no reader. So it stays until it is old, and until every stream, registered
 consumer and cut has passed it; once it is very old, only cuts hold it. A reader between 0 and the purge seqno restarts
@@ -20,13 +21,16 @@ import numpy as np
 
 from upr.engine.bucket import Bucket
 from upr.engine.partitions import ACTIVE
-from upr.storage.blocks import BlockRange, Head, last_complete, stretches
-from upr.storage.compact import Purge, PurgeLimits
+from upr.storage.blocks import BlockHashes, BlockRange, Head, last_complete, stretches
+from upr.storage.compact import WORTH_FRACTION, Purge, PurgeLimits, repeated
 from upr_protocol.block import U64
+from upr_protocol.limits import BLOCK_COLUMN_BYTES
 
 FAN_IN = 4
 """Smallest number of stretches compacted together, except to save space: each compaction has a cost for each block it
 reads."""
+JOIN_BYTES = 64 * 2**10
+"""Blocks below it are joined: each has a cost for its readers. A few that one flush of a full tail makes exceed it together."""
 BLOCK_COST = 1024
 """Bytes added to each block's size, for partly filled pages and the fixed work of a block."""
 
@@ -53,6 +57,40 @@ def plan_merge(
             chosen = [head for tier in tiers[first:] for head in tier.heads]
             return BlockRange(partition, tuple(chosen))
     return None
+
+
+def hardly_repeats(one: BlockRange, known: BlockHashes) -> bool:
+    """Return whether what is superseded within a range is at most WORTH_FRACTION of the bytes that are alive.
+
+    A block in which any key has the hash of another one counts as superseded, whole: a single value may be most of it.
+
+    Args:
+        known: of the range; unless it has all blocks, they must be compared.
+    """
+    if known.ends != [head.end for head in reversed(one.heads)]:
+        return False
+    before = np.append(0, np.cumsum(np.isin(known.hashes, repeated(known.hashes))))
+    repeats = np.diff(before[np.append(0, known.row_ends)])
+    sizes = np.array([head.size for head in reversed(one.heads)])
+    superseded = sizes[repeats > 0].sum()
+    return bool(superseded <= WORTH_FRACTION * (sizes.sum() - superseded))
+
+
+def small_ones(one: BlockRange) -> BlockRange | None:
+    """Return neighbours of a range, FAN_IN or more, that are below JOIN_BYTES each and fit a block together."""
+    chosen, size = list[Head](), 0
+    for head in one.heads:
+        if head.plain >= JOIN_BYTES or size + head.plain > BLOCK_COLUMN_BYTES:
+            if len(chosen) >= FAN_IN:
+                break
+            chosen, size = [], 0
+        if head.plain < JOIN_BYTES:
+            chosen.append(head)
+            size += head.plain
+    # What is joined does not end inside a stretch.
+    complete = last_complete(chosen)
+    chosen = [head for head in chosen if head.end <= complete]
+    return BlockRange(one.partition, tuple(chosen)) if len(chosen) >= FAN_IN else None
 
 
 def plan_whole(partition: int, heads: Sequence[Head], pinned: Sequence[int]) -> BlockRange | None:

@@ -498,11 +498,17 @@ def _newest_rows_of(keys: Any, hashes: U32, partitions: I64, live: npt.NDArray[n
 def _alike(partitions: I64, hashes: U32) -> npt.NDArray[np.bool_]:
     """Return which rows may have the key of another one in their partition: the hash is that of another one."""
     told = partitions.astype(np.uint64) << np.uint64(32) | hashes
-    ordered = np.sort(told)
-    again = ordered[1:][ordered[1:] == ordered[:-1]]
+    again = repeated(told)
     if len(again) > ALIKE_FRACTION * len(told):
         return np.ones(len(told), bool)
     return np.isin(told, again)
+
+
+def repeated(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the numbers that are there more than once, ascending, each once less than it is there."""
+    ordered: npt.NDArray[Any] = np.sort(numbers)
+    again: npt.NDArray[Any] = ordered[1:][ordered[1:] == ordered[:-1]]
+    return again
 
 
 def _by_partition(codes: I64, partitions: I64) -> I64:

@@ -28,10 +28,12 @@ from upr.engine.compaction import (
     PurgeAges,
     begin_purge,
     end_purge,
+    hardly_repeats,
     holders,
     plan_merge,
     plan_whole,
     purge_limits,
+    small_ones,
 )
 from upr.service import storage_trouble
 from upr.service.buckets.disk_threads import Disk
@@ -67,6 +69,8 @@ DIRECT_BYTES = 2 * 2**20
 """Ranges up to this are rewritten whole; in larger ones the keys are compared first."""
 BATCH_BYTES = 8 * 2**20
 """Ranges with more bytes than this, when they are not compressed, are not rewritten whole either."""
+HASHES_BYTES = 4 * 2**20
+"""Hashes that tell of a range whether it is worth compacting; in one that has more the keys are compared."""
 REST_SECONDS_MAX = 0.05
 HASTE_BLOCKS = 24
 """With so many blocks in a range it is not rested at all: flushes make them faster than they are merged."""
@@ -230,15 +234,33 @@ class Compactor:
         ranges = []
         problems: dict[int, UprError] = {}
         for partition, pinned in pins.items():
+            if self.stopped:
+                break
             try:
                 heads = self._store.heads(partition)
             except DataDamagedError as error:
                 problems[partition] = error
                 continue
-            found = plan_merge(partition, heads, pinned, self.settled_of(partition, heads))
+            found = self._range(partition, heads, pinned)
             if found is not None:
                 ranges.append(found)
         return ranges, problems
+
+    def _range(
+        self, partition: int, heads: Sequence[Head], pinned: Sequence[int]
+    ) -> BlockRange | None:
+        """Return what to compact: a range that loses rows by it, or small blocks of one that hardly does."""
+        while (
+            found := plan_merge(partition, heads, pinned, self.settled_of(partition, heads))
+        ) is not None:
+            with self._store.look() as cursor:
+                known = cursor.hashes(partition, found.end, found.start, HASHES_BYTES)
+            if not hardly_repeats(found, known):
+                return found
+            if (small := small_ones(found)) is not None:
+                return small
+            self._settle(found)
+        return None
 
     def settled_of(self, partition: int, heads: Sequence[Head]) -> list[tuple[int, int]]:
         """Return the ranges that were compared as a whole; a large partition was so before this start."""
