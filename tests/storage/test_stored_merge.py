@@ -229,7 +229,7 @@ def test_with_a_purge_older_rows_of_its_key_go_first_however_few_they_are(
 
 def test_blocks_that_lose_little_stay_as_they_are(store: Store, tiny: pytest.MonkeyPatch) -> None:
     count = 40
-    lost = int(count * 3 * WORTH_FRACTION) + 2
+    lost = int(count * 3 * WORTH_FRACTION) + 4
     blocks = [many(0, count), many(100, count), [*many(0, lost), *many(200, count)]]
     model = filled(store, P, *blocks)
     before = store.blocks(P, ends_of(store, P))
@@ -246,6 +246,23 @@ def test_blocks_that_lose_little_stay_as_they_are(store: Store, tiny: pytest.Mon
 def test_nothing_is_written_when_too_little_goes(store: Store, tiny: pytest.MonkeyPatch) -> None:
     filled(store, P, many(0, 40), many(100, 40), many(0, 4))
     assert list(examine(whole_range(store, P), store.blocks, None).groups()) == []
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_a_block_loses_is_counted_by_its_bytes(
+    passes: int, store: Store, tiny: pytest.MonkeyPatch
+) -> None:
+    """Every version of one large value among many small ones would stay, as it is one row of each block."""
+    count = int(2 / BLOCK_FRACTION)
+    if passes > 1:
+        tiny.setattr(compact, "ROWS_MAX", 3 * count)
+    blocks = [[(b"large", b"%d" % i * 9 * count), *many(100 * i, count)] for i in range(4)]
+    model = filled(store, P, *blocks)
+    examined = examine(whole_range(store, P), store.blocks, None)
+    assert [round(share, 1) for share in examined.lost] == [0.4, 0.4, 0.4, 0.0]
+    rewrite_all(store, examined)
+    assert len([row for row in stored_rows(store, P) if row.key == b"large"]) == 1
+    check_from_0(store, P, model)
 
 
 def test_small_neighbours_are_joined(store: Store, tiny: pytest.MonkeyPatch) -> None:

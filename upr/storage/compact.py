@@ -603,7 +603,7 @@ PASSES_MAX = 16
 WORTH_FRACTION = 0.1
 """Blocks are rewritten when at least this part of the range's bytes is dropped."""
 BLOCK_FRACTION = 0.05
-"""Of these, the blocks are rewritten that lose at least this part of their rows."""
+"""Of these, the blocks are rewritten that lose at least this part of their bytes."""
 SMALL_BYTES = BLOCK_COLUMN_BYTES // 4
 _ASSIGN_ROWS = 2**16
 _NO_TOMBSTONES = (np.zeros(0, np.int64), np.zeros(0, np.uint64), np.zeros(0, np.int64))
@@ -621,12 +621,14 @@ class Examined:
         partition: of the range.
         heads: its blocks, oldest first.
         keep: a flag for each row, one array a block.
+        lost: which part of each block's bytes older rows of keys have; a single value may be most of them.
         purge: the tombstones among the dropped rows.
     """
 
     partition: int
     heads: tuple[Head, ...]
     keep: list[npt.NDArray[np.bool_]]
+    lost: list[float]
     purge: Purge | None
 
     @property
@@ -653,15 +655,13 @@ class Examined:
         return groups
 
     def _chosen(self) -> list[bool]:
-        lost = [len(keep) - int(keep.sum()) for keep in self.keep]
         if self.purge is not None:
             # A key's older rows must be dropped before its tombstone, however few they are.
-            chosen = [n > 0 for n in lost]
+            chosen = [not keep.all() for keep in self.keep]
         else:
-            shares = [n / max(len(keep), 1) for n, keep in zip(lost, self.keep, strict=True)]
             total = sum(head.size for head in self.heads)
-            gone = sum(s * head.size for s, head in zip(shares, self.heads, strict=True))
-            chosen = [gone >= WORTH_FRACTION * total and s >= BLOCK_FRACTION for s in shares]
+            gone = sum(s * head.size for s, head in zip(self.lost, self.heads, strict=True))
+            chosen = [gone >= WORTH_FRACTION * total and s >= BLOCK_FRACTION for s in self.lost]
         small = [head.plain < SMALL_BYTES for head in self.heads]
         for i in range(1, len(small)):
             if small[i - 1] and small[i]:
@@ -682,7 +682,7 @@ def examine(chosen: BlockRange, read: ReadBlocks, limits: PurgeLimits | None) ->
     passes = 1
     while True:
         try:
-            keep, tombstones = _compare(chosen, read, passes)
+            keep, lost, tombstones = _compare(chosen, read, passes)
             break
         except RangeTooLargeError:
             passes *= 2
@@ -692,20 +692,24 @@ def examine(chosen: BlockRange, read: ReadBlocks, limits: PurgeLimits | None) ->
     if limits is not None and chosen.start == 0:
         purge = _purge(chosen.partition, keep, tombstones, limits)
     bounds = np.cumsum([head.rows for head in chosen.heads])[:-1]
-    return Examined(chosen.partition, chosen.heads, np.split(keep, bounds), purge)
+    return Examined(chosen.partition, chosen.heads, np.split(keep, bounds), lost, purge)
 
 
 def _compare(
     chosen: BlockRange, read: ReadBlocks, passes: int
-) -> tuple[npt.NDArray[np.bool_], tuple[Any, ...]]:
-    """Return a flag for each row that is the newest of its key; and the tombstones, as ``tombstones_of``."""
+) -> tuple[npt.NDArray[np.bool_], list[float], tuple[Any, ...]]:
+    """Return a flag for each row that is the newest of its key; which part of each block's bytes the others have; and the
+    tombstones, as ``tombstones_of``."""
     keep = np.zeros(chosen.rows, bool)
+    ends = np.cumsum([head.rows for head in chosen.heads])
+    lost = np.zeros(len(ends))
+    totals = list[int]()
     found = [_NO_TOMBSTONES]
     for number in range(passes):
-        keys, rows = [], []
+        keys, rows, sizes = [], [], []
         first = size = taken = 0
         for block in _each(chosen.partition, chosen.heads, read):
-            column = keys_of(block)
+            column, own = keys_of(block), _row_bytes(block)
             mine = np.arange(len(column))
             if passes > 1:
                 mine = np.flatnonzero(key_hashes(block) % np.uint32(passes) == number)
@@ -716,7 +720,9 @@ def _compare(
                 raise RangeTooLargeError
             keys.append(column)
             rows.append(mine + first)
+            sizes.append(own[mine])
             if number == 0:
+                totals.append(int(own.sum()))
                 deleted, seqnos, times = tombstones_of(block)
                 found.append((deleted + first, seqnos, times))
             first += int(block.runs[0]["count"])
@@ -724,8 +730,23 @@ def _compare(
             raise DataDamagedError(
                 f"partition {chosen.partition}: the blocks up to {chosen.end} have {first} rows, their heads say {chosen.rows}"
             )
-        keep[np.concatenate(rows)[_newest(pa.concat_arrays(keys))]] = True
-    return keep, tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
+        newest, places = _newest(pa.concat_arrays(keys)), np.concatenate(rows)
+        keep[places[newest]] = True
+        owners = np.searchsorted(ends, places[~newest], side="right")
+        lost += np.bincount(owners, np.concatenate(sizes)[~newest], len(ends))
+    shares: list[float] = (lost / np.maximum(totals, 1)).tolist()
+    return keep, shares, tuple(np.concatenate(columns) for columns in zip(*found, strict=True))
+
+
+def _row_bytes(block: Encoded) -> npt.NDArray[np.int32]:
+    """Return about how many bytes each row of a block has."""
+    columns = block.opened()
+    keys, values = (
+        np.diff(np.frombuffer(column_of(columns, field), "<i4"))
+        for field in (KEY_OFFSETS, VALUE_OFFSETS)
+    )
+    sizes: npt.NDArray[np.int32] = keys + values + 8
+    return sizes
 
 
 def _purge(
