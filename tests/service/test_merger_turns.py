@@ -14,6 +14,7 @@ from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.compactor import LOOK_PARTITIONS
 from upr_protocol.block import build_block
+from upr_protocol.errors import DataDamagedError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.codec import decode_block
 
@@ -159,4 +160,23 @@ async def test_what_is_stored_is_bounded_by_what_is_alive_however_few_rows_are_s
         used = sum(head.size for head in host.disk.store.heads(P))
         assert used < 2.2 * alive
         assert stored_rows(host) == rows
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+async def test_what_is_said_of_a_damaged_partition_holds_nothing_that_was_merged_with_it(
+    folder: Path,
+) -> None:
+    host = BucketService(folder, ServerConfig(folder))
+
+    def merge(batch: bytes) -> None:
+        raise DataDamagedError(f"one of {len(batch)} bytes is damaged") from ValueError("why")
+
+    try:
+        merge(bytes(9))
+    except DataDamagedError as error:
+        host.compactor.damaged({P: error})
+    kept = host.bucket.partitions.problems[P]
+    assert kept.message == "one of 9 bytes is damaged"
+    assert (kept.__traceback__, kept.__cause__, kept.__context__) == (None, None, None)
     assert await host.close()

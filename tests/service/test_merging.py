@@ -18,7 +18,7 @@ from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, poll
 from tests.model import ModelPartition, Row, State, apply, partition_of
 from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
-from tests.service.bucket_state import started, until
+from tests.service.bucket_state import started
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.engine.bucket import FlushPlan

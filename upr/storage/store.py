@@ -531,9 +531,9 @@ class Store:
         with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:
             before = 0
             for key, value in cursor.iternext() if cursor.set_range(prefix) else ():
-                owner, end = keyspace.unpack_block_key(bytes(key))
-                if owner != partition:
+                if key[:2] != prefix:
                     break
+                _, end = keyspace.unpack_block_key(bytes(key))
                 try:
                     head = head_of(bytes(value[:PEEK_BYTES]), len(value), partition, end)
                 except DataDamagedError as error:

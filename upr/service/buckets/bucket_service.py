@@ -861,7 +861,8 @@ class BucketService:
                 extra={"bucket": self.bucket.identity.name, "error": str(error)},
             )
         finally:
-            self.close_files()
+            # In a thread, as above: where the flush failed a part of it may still be merged.
+            await asyncio.to_thread(self.close_files)
         return clean
 
     async def _finish(self) -> bool:

@@ -196,6 +196,8 @@ class Compactor:
     def damaged(self, problems: Mapping[int, UprError]) -> None:
         """Report partitions, and leave them as they are: what is damaged is merged with nothing."""
         for partition, error in problems.items():
+            # Their frames hold all that was merged beside it.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             log.error("a partition is damaged", extra={"error": error.message})
             self._bucket.partitions.problems.setdefault(partition, error)
             self._waiting.pop(partition, None)
