@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS, RunningServer, poll
+from tests.harness import WAIT_SECONDS, RunningServer, poll, until
 from tests.model import ModelPartition, Row, State, apply, partition_of
 from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
 from tests.service.bucket_state import started
