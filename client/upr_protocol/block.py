@@ -370,7 +370,7 @@ def _check_numbers(block: Block, rows: int) -> None:
 
 
 def _take_spans(offsets: bytes, data: bytes, spans: I64) -> tuple[bytes, bytes]:
-    """Cut row spans, shape ``(n, 2)``, out of an offset column and its data."""
+    """Cut row spans, shape ``(n, 2)``, ascending and none of them empty, out of an offset column and its data."""
     array = np.frombuffer(offsets, "<i4")
     edges = array[spans]
     data = b"".join([data[a:b] for a, b in edges.tolist()])
@@ -382,14 +382,15 @@ def _take_spans(offsets: bytes, data: bytes, spans: I64) -> tuple[bytes, bytes]:
 
 
 def _take_rows(block: Block, runs: Runs, spans: I64, seqnos: bytes) -> Block:
-    """Build a block of these runs from row spans of another; spans are contiguous rows, in order."""
+    """Build a block of these runs from row spans of another, in order; a span may be empty."""
 
     def fixed(column: bytes, width: int) -> bytes:
         return (
             b"".join([column[a * width : b * width] for a, b in spans.tolist()]) if column else b""
         )
 
-    if not len(spans) or not (spans[:, 1] > spans[:, 0]).any():
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    if not len(spans):
         return sealed(Block(runs, b"", b"", b"", b"", b"", b"", b"", 0))
     key_offsets, keys = _take_spans(block.key_offsets, block.keys, spans)
     value_offsets, values = b"", b""

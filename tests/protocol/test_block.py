@@ -37,6 +37,7 @@ from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     KEY_BYTES_MAX,
     MESSAGE_BYTES_MAX,
+    PARTITIONS,
     VALUE_BYTES_MAX,
 )
 from upr_protocol.partitioning import partition_of, partitions_of
@@ -144,9 +145,24 @@ def test_the_bytes_of_a_block_are_those_of_the_message(block: Block) -> None:
     assert write == kv_pb2.WriteRequest.FromString(write.SerializeToString())
 
 
-@given(rows_strategy, st.data())
-def test_a_cut_out_tells_of_its_partitions_what_the_whole_does(rows: Rows, data: Any) -> None:
+def with_runs_without_rows(block: Block, partitions: set[int]) -> Block:
+    """The block with runs of which all rows are superseded, as a replica or a stream of a key prefix has them."""
+    without = make_runs(sorted(partitions - set(block.runs["partition"].tolist())), 0, 10, 13, 13)
+    runs = np.concatenate((block.runs, without))
+    offsets = np.concatenate([np.arange(1, count + 1) for count in block.runs["count"]])
+    runs = runs[np.argsort(runs["partition"])]
+    seqnos = block.seqnos or offsets.astype("<u4").tobytes()
+    return sealed(replace(block, runs=runs, seqnos=seqnos))
+
+
+@given(rows_strategy, st.sets(st.integers(0, PARTITIONS - 1), max_size=60), st.data())
+def test_a_cut_out_tells_of_its_partitions_what_the_whole_does(
+    rows: Rows, without_rows: set[int], data: Any
+) -> None:
     block = numbered(rows)
+    if without_rows:
+        block = with_runs_without_rows(block, without_rows)
+    check_block(block)
     keep = np.array(
         data.draw(st.lists(st.booleans(), min_size=len(block.runs), max_size=len(block.runs)))
     )
@@ -194,6 +210,7 @@ def test_slicing_several_runs_gives_what_is_above_in_each(
         runs["end_seqno"] = runs["horizon"] = 10 + 2 * runs["count"].astype(np.uint64)
         offsets = np.concatenate([2 * np.arange(1, count + 1) for count in runs["count"]])
         block = sealed(replace(block, runs=runs, seqnos=offsets.astype("<u4").tobytes()))
+        block = with_runs_without_rows(block, data.draw(st.sets(st.integers(0, PARTITIONS - 1))))
     ends = block.runs["end_seqno"].tolist()
     above = np.array([data.draw(st.integers(8, end - 1)) for end in ends], np.uint64)
     cut = slice_runs(block, above)
