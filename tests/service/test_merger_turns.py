@@ -84,7 +84,25 @@ def stored_rows(host: BucketService) -> Rows:
     return {key: value for _, _, key, value in found if value is not None}
 
 
+@pytest.fixture
+def always_by_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have small ranges looked at by their hashes too."""
+    monkeypatch.setattr(compactor_module, "HASHES_RANGE_BYTES", 0)
+
+
 @pytest.mark.asyncio
+async def test_a_small_range_is_compacted_whatever_its_keys_are(folder: Path) -> None:
+    host = started(BucketService(folder, ServerConfig(folder)))
+    async with host.compactor.turn:
+        keys = some_keys(P, 20)
+        for part in (keys[:10], keys[10:]):
+            await flush(host, dict.fromkeys(part, b"v"))
+        assert await compact(host) == [20]
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("always_by_hashes")
 async def test_keys_that_are_all_different_are_joined_and_those_that_are_repeated_compacted(
     folder: Path,
 ) -> None:
@@ -105,6 +123,7 @@ async def test_keys_that_are_all_different_are_joined_and_those_that_are_repeate
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("always_by_hashes")
 async def test_small_blocks_on_both_sides_of_a_large_one_are_joined_one_side_after_the_other(
     folder: Path,
 ) -> None:
@@ -121,6 +140,7 @@ async def test_small_blocks_on_both_sides_of_a_large_one_are_joined_one_side_aft
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("always_by_hashes")
 async def test_keys_are_compared_where_their_hashes_are_not_stored(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +161,7 @@ async def test_keys_are_compared_where_their_hashes_are_not_stored(
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("always_by_hashes")
 @pytest.mark.parametrize("large", [0, 10**5])
 async def test_what_is_stored_is_bounded_by_what_is_alive_however_few_rows_are_superseded(
     folder: Path, large: int

@@ -69,6 +69,8 @@ DIRECT_BYTES = 2 * 2**20
 """Ranges up to this are rewritten whole; in larger ones the keys are compared first."""
 BATCH_BYTES = 8 * 2**20
 """Ranges with more bytes than this, when they are not compressed, are not rewritten whole either."""
+HASHES_RANGE_BYTES = 128 * 2**10
+"""Smaller ranges are compacted without a look at their hashes, which would cost as much."""
 HASHES_BYTES = 4 * 2**20
 """Hashes that tell of a range whether it is worth compacting; in one that has more the keys are compared."""
 REST_SECONDS_MAX = 0.05
@@ -255,6 +257,8 @@ class Compactor:
         while (
             found := plan_merge(partition, heads, pinned, self.settled_of(partition, heads))
         ) is not None:
+            if found.plain < HASHES_RANGE_BYTES:
+                return found
             with self._store.look() as cursor:
                 known = cursor.hashes(partition, found.end, found.start, HASHES_BYTES)
             if not hardly_repeats(found, known):
