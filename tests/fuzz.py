@@ -15,6 +15,7 @@ from typing import Any
 import google_crc32c
 import grpc
 
+from tests.raw import with_cells
 from tests.storage.stored_blocks import numbers_of
 from upr.cli.cat_commands.row_formats import parse_line
 from upr.engine.consumers import read_positions
@@ -30,7 +31,7 @@ from upr.storage.keyspace import (
 )
 from upr_client.changes.events import decode_frame
 from upr_client.changes.link import high_seqnos
-from upr_protocol.block import build_block, crc_of_columns
+from upr_protocol.block import FurtherColumn, build_block, crc_of_columns
 from upr_protocol.errors import UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.partitioning import partition_of
@@ -65,7 +66,7 @@ class Target:
 
 
 def blocks() -> tuple[bytes, ...]:
-    """Encoded blocks of several shapes: numbered, sparse, with deletes, without rows, compressed."""
+    """Encoded blocks of several shapes: numbered, sparse, with deletes, with further columns, compressed."""
     found = []
     for count, value in ((1, b"v"), (40, b"value" * 30), (3, None)):
         block = build_block([b"key%d" % i for i in range(count)], [value] * count)
@@ -75,7 +76,8 @@ def blocks() -> tuple[bytes, ...]:
         block.runs = runs
         found.append(codec.encode_block(block))
     found.append(codec.compress_block(found[1]))
-    return tuple(found)
+    further = codec.encode_block(with_cells(codec.decode_block(found[1])))
+    return (*found, further, codec.compress_block(further))
 
 
 def mend_block(data: bytes) -> bytes:
@@ -86,7 +88,9 @@ def mend_block(data: bytes) -> bytes:
         return data
     columns = codec._columns_of(message)
     message.table_crc = google_crc32c.value(message.runs)
-    message.columns_crc = crc_of_columns(columns)
+    told = message.further
+    further = tuple(FurtherColumn(one.id, one.offsets, one.data) for one in told)
+    message.columns_crc = crc_of_columns(columns, further)
     if message.zstd:
         message.zstd_crc = codec._zstd_crc(message.columns_crc, message.zstd)
     return message.SerializeToString()

@@ -1,8 +1,11 @@
 """A client that speaks the wire by hand, so that tests can say what the SDK never would."""
 
 import asyncio
+import zlib
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import grpc
@@ -11,11 +14,13 @@ import pytest
 from tests.harness import WAIT_SECONDS
 from upr_protocol.block import (
     Block,
+    FurtherColumn,
     block_keys,
     block_partitions,
     block_seqnos,
     block_values,
     build_block,
+    sealed,
 )
 from upr_protocol.errors import UprError
 from upr_protocol.wire.codec import block_from_message, block_to_message, decode_runs
@@ -146,6 +151,10 @@ class RawWriter:
     ) -> kv.WriteResult:
         """Send rows as one block and wait for the answer."""
         block = build_block([k for k, _ in rows], [v for _, v in rows])
+        return await self.write_block(block, **options)
+
+    async def write_block(self, block: Block, **options: Any) -> kv.WriteResult:
+        """Send a block and wait for the answer."""
         await self.send_block(block_to_message(block), **options)
         return await self.result()
 
@@ -273,3 +282,47 @@ def all_rows(blocks: Iterable[Block]) -> list[tuple[int, int, bytes, bytes | Non
                 strict=True,
             )
     return rows
+
+
+def cells_for(key: bytes, value: bytes | None) -> dict[int, bytes]:
+    """Return the cells of further columns that tests give a row: half of the rows have none, and each its own."""
+    told = key + b"=" + (value or b"")
+    kind = zlib.crc32(told) % 4
+    return {id_: b"%d" % id_ + told for id_ in (2, 9)[: kind - 1]} if kind > 1 else {}
+
+
+def with_cells(block: Block) -> Block:
+    """Return a block with the cells that its rows have in tests."""
+    rows = list(map(cells_for, block_keys(block), block_values(block)))
+    further = []
+    for id_ in sorted({id_ for cells in rows for id_ in cells}):
+        column = [cells.get(id_, b"") for cells in rows]
+        ends = [0, *accumulate(map(len, column))]
+        offsets = b"".join(end.to_bytes(4, "little") for end in ends)
+        further.append(FurtherColumn(id_, offsets, b"".join(column)))
+    return sealed(replace(block, further=tuple(further)))
+
+
+def all_cells(block: Block) -> list[dict[int, bytes]]:
+    """Return the cells of each row that are not empty."""
+    rows: list[dict[int, bytes]] = [{} for _ in range(block.rows)]
+    for column in block.further:
+        ends = [
+            int.from_bytes(column.offsets[at : at + 4], "little")
+            for at in range(0, len(column.offsets), 4)
+        ]
+        for row, (first, last) in zip(rows, pairwise(ends), strict=True):
+            if first < last:
+                row[column.id] = column.data[first:last]
+    return rows
+
+
+def check_cells(block: Block) -> int:
+    """Check that each row of a block has the cells that it has in tests; return how many that are."""
+    rows = all_cells(block)
+    assert (
+        rows == list(map(cells_for, block_keys(block), block_values(block)))
+        if block.rows
+        else not rows
+    )
+    return sum(map(len, rows))

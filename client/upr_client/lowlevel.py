@@ -9,16 +9,18 @@ from typing import overload
 from upr_client._async.bucket import AsyncBucket
 from upr_client._sync.bucket import Bucket
 from upr_client.writes import WriteResults
-from upr_protocol.block import Block, build_block, build_blocks
+from upr_protocol.block import Block, FurtherColumn, build_block, build_blocks, sealed
 from upr_protocol.wire.v1.change_stream_service_pb2 import HelloAnswer
 from upr_protocol.write_places import place_number
 
 __all__ = [
     "Block",
+    "FurtherColumn",
     "build_block",
     "build_blocks",
     "hello",
     "place_number",
+    "sealed",
     "write_blocks",
 ]
 

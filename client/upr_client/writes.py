@@ -128,7 +128,8 @@ def write_request(block: Block, durability: types_pb2.Durability.ValueType) -> k
     """Return a Write that has no number yet."""
     request = kv_pb2.WriteRequest()
     request.write.durability = durability
-    fill_message(request.write.block, encode_runs(block.runs), block.columns, block.columns_crc)
+    runs = encode_runs(block.runs)
+    fill_message(request.write.block, runs, block.columns, block.columns_crc, block.further)
     return request
 
 

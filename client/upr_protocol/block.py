@@ -8,15 +8,17 @@ Deduplication" of the specification).
 The columns travel untouched from the writer to the reader, so the CRC over them is made once, with the
 columns, and checked where they are used. What is received is checked whole before anything of it is
 used: a lying block changes nothing. RowColumns are not touched one by one where that can be avoided.
+
+A block may have further columns, of a meaning that is not known here: their cells go with their rows wherever these go.
 """
 
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, repeat
 from operator import is_, itemgetter
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import google_crc32c
 import numpy as np
@@ -26,6 +28,8 @@ from upr_protocol.errors import CorruptBlockError, InvalidArgumentError
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     BLOCK_ROWS_MAX,
+    CELL_BYTES_MAX,
+    FURTHER_COLUMNS_MAX,
     KEY_BYTES_MAX,
     KEY_BYTES_MIN,
     PARTITIONS,
@@ -57,6 +61,23 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
 
+class FurtherColumn(NamedTuple):
+    """Column that this version carries without knowing what it means; a row without a cell has an empty one.
+
+    Attributes:
+        id: 1 to FURTHER_COLUMNS_MAX.
+        offsets: int32, rows + 1.
+        data: all cells.
+    """
+
+    id: int
+    offsets: bytes
+    data: bytes
+
+
+Further = tuple[FurtherColumn, ...]
+
+
 @dataclass(slots=True)
 class Block:
     """A run table and its columns; see Block in ``types.proto`` for each column's layout.
@@ -71,6 +92,7 @@ class Block:
         values: all values.
         times: empty, or an int64 a row.
         columns_crc: CRC32C over the columns.
+        further: further columns, ascending by id.
     """
 
     runs: Runs
@@ -82,6 +104,7 @@ class Block:
     values: bytes
     times: bytes
     columns_crc: int
+    further: Further = ()
 
     @property
     def rows(self) -> int:
@@ -104,13 +127,17 @@ class Block:
     @property
     def column_bytes(self) -> int:
         """Bytes of all columns together."""
-        return sum(map(len, self.columns))
+        size = sum(map(len, self.columns))
+        for column in self.further:
+            size += len(column.offsets) + len(column.data)
+        return size
 
     def __repr__(self) -> str:
         return f"<Block {len(self.runs)} runs, {self.rows} rows, {self.column_bytes} bytes>"
 
 
 _LENGTHS = struct.Struct("<7I")
+_FURTHER = struct.Struct("<3I")
 FEW_ROWS: Final = 16
 """Rows up to which a loop costs less than arrays: these are slow where the processor did something else before."""
 _RUN = struct.Struct("<IIQQQQ")
@@ -118,18 +145,23 @@ _EDGES = [struct.Struct(f"<{rows + 1}i") for rows in range(FEW_ROWS + 1)]
 """Offsets of a column, by its rows."""
 
 
-def crc_of_columns(columns: Sequence[bytes]) -> int:
-    """Compute the CRC32C of the seven columns in the order of the wire: their lengths as uint32, then their bytes."""
+def crc_of_columns(columns: Sequence[bytes], further: Further = ()) -> int:
+    """Compute the CRC32C of the seven columns in the order of the wire: their lengths as uint32, then their bytes; and of
+    each further one its id and two lengths as uint32, then its bytes.
+    """
     crc: int = google_crc32c.value(_LENGTHS.pack(*map(len, columns)))
     for column in columns:
         if column:
             crc = google_crc32c.extend(crc, column)
+    for one in further:
+        head = _FURTHER.pack(one.id, len(one.offsets), len(one.data))
+        crc = google_crc32c.extend(crc, b"".join((head, one.offsets, one.data)))
     return crc
 
 
 def sealed(block: Block) -> Block:
     """Return the block with the CRC of its columns set."""
-    return replace(block, columns_crc=crc_of_columns(block.columns))
+    return replace(block, columns_crc=crc_of_columns(block.columns, block.further))
 
 
 def make_runs(
@@ -187,7 +219,7 @@ def check_block(block: Block, *, numbered: bool = True) -> None:
         CorruptBlockError: the CRC is wrong, or columns and table contradict each other.
         InvalidArgumentError: a key, value, partition or seqno is out of its range.
     """
-    crc = crc_of_columns(block.columns)
+    crc = crc_of_columns(block.columns, block.further)
     if crc != block.columns_crc:
         raise CorruptBlockError(
             f"the block's columns have CRC32C {crc:08x}; must be {block.columns_crc:08x}",
@@ -204,9 +236,9 @@ def check_block(block: Block, *, numbered: bool = True) -> None:
 
 
 def _is_sound(block: Block, *, numbered: bool) -> bool:
-    """Return whether it has few rows, neither seqnos nor times, and nothing wrong; looked at without arrays."""
+    """Return whether it has few rows, no columns besides the usual ones, and nothing wrong; looked at without arrays."""
     rows = len(block.value_offsets) // 4 - 1
-    if not 0 < rows <= FEW_ROWS or block.seqnos or block.times:
+    if not 0 < rows <= FEW_ROWS or block.seqnos or block.times or block.further:
         return False
     if not len(block.value_offsets) == len(block.key_offsets) == 4 * rows + 4:
         return False
@@ -238,7 +270,7 @@ def _is_sound(block: Block, *, numbered: bool) -> bool:
 
 def _check_columns(block: Block) -> int:
     if not block.key_offsets:
-        if any(block.columns):
+        if any(block.columns) or block.further:
             raise CorruptBlockError("the block has columns but no key offsets")
         return 0
     if len(block.key_offsets) % 4:
@@ -288,7 +320,23 @@ def _check_columns(block: Block) -> int:
             )
         if value_lengths is not None and value_lengths[ops == OP_DELETE].any():
             raise CorruptBlockError("a delete carries a value")
+    if block.further:
+        _check_further(block.further, rows)
     return rows
+
+
+def _check_further(further: Further, rows: int) -> None:
+    ids = [0, *(one.id for one in further)]
+    if ids[-1] > FURTHER_COLUMNS_MAX or not all(a < b for a, b in pairwise(ids)):
+        raise InvalidArgumentError(
+            f"ids of further columns are {ids[1:]}; must ascend, from 1 to {FURTHER_COLUMNS_MAX}"
+        )
+    for one in further:
+        lengths = _check_offsets(f"column {one.id}'s", one.offsets, one.data, rows)
+        if rows and lengths.max() > CELL_BYTES_MAX:
+            raise InvalidArgumentError(
+                f"cell of column {one.id} is {lengths.max()} bytes; must be at most {CELL_BYTES_MAX}"
+            )
 
 
 def _check_offsets(name: str, offsets: bytes, data: bytes, rows: int) -> U32:
@@ -396,6 +444,9 @@ def _take_rows(block: Block, runs: Runs, spans: I64, seqnos: bytes) -> Block:
     value_offsets, values = b"", b""
     if block.value_offsets:
         value_offsets, values = _take_spans(block.value_offsets, block.values, spans)
+    further = block.further and with_cells(
+        (one.id, *_take_spans(one.offsets, one.data, spans)) for one in block.further
+    )
     return sealed(
         Block(
             runs,
@@ -407,8 +458,27 @@ def _take_rows(block: Block, runs: Runs, spans: I64, seqnos: bytes) -> Block:
             values,
             fixed(block.times, 8),
             0,
+            further,
         )
     )
+
+
+def with_cells(columns: Iterable[tuple[int, bytes, bytes]]) -> Further:
+    """Return columns without those whose cells are all empty: id, offsets, data."""
+    return tuple([FurtherColumn(*column) for column in columns if column[2]])
+
+
+def side_by_side(
+    blocks: Sequence[tuple[Further, int]],
+) -> Iterator[tuple[int, list[FurtherColumn]]]:
+    """Yield the id of each further column that one of the blocks has, and that of each block; of empty cells where it has none.
+
+    Args:
+        blocks: the further columns of each, and how many rows it has.
+    """
+    told = [({one.id: one for one in further}, bytes(4 * rows + 4)) for further, rows in blocks]
+    for id_ in sorted({one.id for further, _ in blocks for one in further}):
+        yield id_, [by_id.get(id_) or FurtherColumn(id_, none, b"") for by_id, none in told]
 
 
 def select_runs(block: Block, keep: npt.NDArray[np.bool_]) -> Block:
@@ -455,7 +525,13 @@ def join_blocks(blocks: Sequence[Block], *, dated: bool = False) -> Block:
     if any(block.value_offsets for block in blocks):
         values = _join_cells([(b.value_offsets, b.values) for b in blocks], firsts, lasts, rows)
     times = np.repeat(runs["time"], runs["count"]).tobytes() if dated else b""
-    return sealed(Block(_join_runs(runs), b"", ops, *keys, *values, times, 0))
+    further: Further = ()
+    if any([block.further for block in blocks]):
+        further = with_cells(
+            (id_, *_join_cells([one[1:] for one in columns], firsts, lasts, rows))
+            for id_, columns in side_by_side([(b.further, b.rows) for b in blocks])
+        )
+    return sealed(Block(_join_runs(runs), b"", ops, *keys, *values, times, 0, further))
 
 
 def _join_runs(runs: Runs) -> Runs:
@@ -533,8 +609,8 @@ def slice_runs(block: Block, above: U64) -> Block:
 
 
 def without_values(block: Block) -> Block:
-    """Return the block with its values left out, for a stream of keys only."""
-    return sealed(replace(block, value_offsets=b"", values=b""))
+    """Return the block with its values and further columns left out, for a stream of keys only."""
+    return sealed(replace(block, value_offsets=b"", values=b"", further=()))
 
 
 ROW_BYTES: Final = 9
@@ -823,26 +899,3 @@ def block_ops(block: Block) -> list[int]:
 
 POSITION: Final = np.dtype([("partition", "<u4"), ("seqno", "<u8")])
 """One record of Ack.positions, Heartbeat.high_seqnos and Frame.purge_seqnos, 12 bytes."""
-
-START: Final = np.dtype(
-    [
-        ("partition", "<u4"),
-        ("failover_id", "<u8"),
-        ("seqno", "<u8"),
-        ("data_id", "<u8"),
-        ("horizon", "<u8"),
-    ]
-)
-"""One record of Start.table, 36 bytes; an id or a horizon of 0 is none."""
-
-STARTED: Final = np.dtype(
-    [
-        ("partition", "<u4"),
-        ("token", "<u4"),
-        ("failover_id", "<u8"),
-        ("high_seqno", "<u8"),
-        ("purge_seqno", "<u8"),
-        ("born", "<u4"),
-    ]
-)
-"""One record of StartAnswers.started, 36 bytes; ``born`` is 1 when the failover log is that one id at 0."""

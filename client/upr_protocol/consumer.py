@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import START, U64, Block, select_runs
+from upr_protocol.block import U64, Block, select_runs
 from upr_protocol.errors import (
     InvalidArgumentError,
     PositionBucketError,
@@ -38,6 +38,7 @@ from upr_protocol.position_table import (
     NO_RECORDS,
     RECORD,
     ROW,
+    START,
     UNKNOWN_HORIZON,
     PositionTable,
     Rows,

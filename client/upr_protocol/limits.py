@@ -51,6 +51,10 @@ MESSAGE_BYTES_MAX: Final = 24 * 2**20
 """The gRPC message limit, both ends: the largest value, its key and room for the envelope."""
 WRITE_BLOCK_BYTES_MAX: Final = MESSAGE_BYTES_MAX - 64 * 2**10
 """Columns of one Write, so that the numbered block fits into a frame with its envelope."""
+FURTHER_COLUMNS_MAX: Final = 16
+"""The largest id of a further column, from 1; so also how many a block has, however many blocks are joined."""
+CELL_BYTES_MAX: Final = 64 * 2**10
+"""Bytes of one cell of a further column."""
 WRITE_ROWS_MAX: Final = 10_000
 WRITE_ROWS_BYTES_MAX: Final = 2**20
 """Rows of one Write without a block, and its message, unless it is a single row: the server makes an object of each."""
@@ -246,7 +250,11 @@ PURGE_HOLDERS_MAX: Final = 20
 PREFIXES_MAX: Final = 16
 """Key prefixes of an identity. Each is looked for in every key that it writes."""
 
-assert VALUE_BYTES_MAX + KEY_BYTES_MAX + 4096 <= WRITE_BLOCK_BYTES_MAX < MESSAGE_BYTES_MAX
+assert (
+    VALUE_BYTES_MAX + KEY_BYTES_MAX + FURTHER_COLUMNS_MAX * CELL_BYTES_MAX + 4096
+    <= WRITE_BLOCK_BYTES_MAX
+    < MESSAGE_BYTES_MAX
+)
 assert MARKERS_MIN <= MARKERS_NEWEST
 assert (
     GET_BYTES_MAX + WAITING_GET_BYTES <= WAITING_GETS_BYTES_MAX < GET_CALLS_MAX * WAITING_GET_BYTES

@@ -39,6 +39,29 @@ ROW: Final = np.dtype(
 RECORD: Final = np.dtype([("failover_id", "<u8"), ("seqno", "<u8")])
 """One record of a failover log, 16 bytes."""
 
+START: Final = np.dtype(
+    [
+        ("partition", "<u4"),
+        ("failover_id", "<u8"),
+        ("seqno", "<u8"),
+        ("data_id", "<u8"),
+        ("horizon", "<u8"),
+    ]
+)
+"""One record of Start.table, 36 bytes; an id or a horizon of 0 is none."""
+
+STARTED: Final = np.dtype(
+    [
+        ("partition", "<u4"),
+        ("token", "<u4"),
+        ("failover_id", "<u8"),
+        ("high_seqno", "<u8"),
+        ("purge_seqno", "<u8"),
+        ("born", "<u4"),
+    ]
+)
+"""One record of StartAnswers.started, 36 bytes; ``born`` is 1 when the failover log is that one id at 0."""
+
 FORMAT: Final = 2
 """Of an encoded table; 1 was JSON."""
 MAGIC: Final = b"UPRPOS%c\n" % FORMAT

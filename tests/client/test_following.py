@@ -24,7 +24,6 @@ from upr_client.changes.link import Clock
 from upr_client.changes.options import ChangesOptions
 from upr_client.changes.session import Following, Step
 from upr_client.errors import NoRoomError
-from upr_protocol.block import START
 from upr_protocol.errors import (
     BehindError,
     FencedError,
@@ -36,6 +35,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.failover import FailoverLog
+from upr_protocol.position_table import START
 from upr_protocol.wire.codec import position_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 

@@ -27,10 +27,11 @@ from upr.engine.streams import (
 from upr.storage.blocks import Encoded
 from upr.storage.keyspace import ProducerRow
 from upr.storage.read import ReadResult
-from upr_protocol.block import I64, START, U64, Block, build_block, make_runs, sealed, slice_runs
+from upr_protocol.block import I64, U64, Block, build_block, make_runs, sealed, slice_runs
 from upr_protocol.errors import PartitionNotActiveError, TooFewReplicasError
 from upr_protocol.flow import CreditWindow
 from upr_protocol.limits import PARTITIONS
+from upr_protocol.position_table import START
 from upr_protocol.wire.codec import decode_block, encode_block
 
 A, B = 3, 4

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.buckets import bucket, commit, partition_rows
 from tests.engine.test_producers import NAME, P, Q, World
-from tests.raw import all_rows
+from tests.raw import all_cells, all_rows
 from upr.engine import tail as tail_module
 from upr.engine.bucket import Bucket
 from upr.engine.follower import Follower
@@ -18,7 +18,14 @@ from upr.engine.recovery import recover
 from upr.engine.streams import FollowOptions, Started, StartRequest
 from upr.engine.tail import GATHER_MICROS, SMALL_BYTES, WINDOW_BYTES
 from upr.storage.journal import Commit
-from upr_protocol.block import block_partitions, block_seqnos, build_block, make_runs, sealed
+from upr_protocol.block import (
+    FurtherColumn,
+    block_partitions,
+    block_seqnos,
+    build_block,
+    make_runs,
+    sealed,
+)
 from upr_protocol.flow import CreditWindow
 from upr_protocol.limits import BLOCK_COLUMN_BYTES
 from upr_protocol.wire.codec import decode_block
@@ -108,6 +115,29 @@ def test_an_entry_has_at_most_the_columns_of_a_block() -> None:
     sizes = [decode_block(entry.block).column_bytes for entry in taken(b).entries]
     assert len(sizes) == 3
     assert max(sizes) <= BLOCK_COLUMN_BYTES
+
+
+def test_an_entry_has_no_more_empty_cells_than_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tail_module, "BLOCK_COLUMN_BYTES", 30_000)
+    b = bucket()
+    rows = [(b"%d" % row, b"") for row in range(100)]
+    plain = build_block([key for key, _ in rows], [value for _, value in rows])
+    cells = b"".join(end.to_bytes(4, "little") for end in (0, 1)), b"c"
+    single = build_block([b"k"], [b"v"])
+    for number in (1, 2, 3, 4, 5, 6):
+        b.write(plain, b"", None, 0, 1)
+        of_it = tuple(FurtherColumn(id_, *cells) for id_ in range(number, 2 * number))
+        b.write(sealed(replace(single, further=of_it)), b"", None, 0, 1)
+        promised = b.tail.bytes
+    b.tail.close_open()
+    assert b.tail.bytes <= promised, "room for the entry was taken before"
+    blocks = [decode_block(entry.block) for entry in taken(b).entries]
+    assert max(block.column_bytes for block in blocks) <= 30_000
+    assert len(blocks) == 2
+    # Columns 1; 2 and 3; 3 to 5; and so on.
+    assert sum(len(of_row) for block in blocks for of_row in all_cells(block)) == 21
 
 
 def test_a_cut_ends_a_gathering_and_is_exact() -> None:

@@ -14,10 +14,10 @@ from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Partitions
 from upr.engine.streams import FollowOptions, PlainStarts, Started, StartRequest
 from upr.storage.keyspace import PartitionRow
 from upr.storage.store import Identity
-from upr_protocol.block import START
 from upr_protocol.errors import InvalidArgumentError, StorageFailedError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.flow import CreditWindow
+from upr_protocol.position_table import START
 
 LOGS = (
     FailoverLog.born(0xA),

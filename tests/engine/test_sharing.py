@@ -13,9 +13,10 @@ from upr.engine.bucket import Bucket
 from upr.engine.streams import FollowOptions
 from upr.engine.tail import Shared
 from upr.service.conversation import Conversation
-from upr_protocol.block import START, build_block
+from upr_protocol.block import build_block
 from upr_protocol.flow import CreditWindow, Liveness
 from upr_protocol.limits import PARTITIONS, SHARED_BYTES
+from upr_protocol.position_table import START
 from upr_protocol.wire.codec import block_from_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 

@@ -107,7 +107,7 @@ def test_what_breaks_the_wire_is_found() -> None:
         # What was added is no break.
         added = FileDescriptorSet()
         added.CopyFrom(wire)
-        added.file[0].message_type[0].field.add(name="further", number=1000, type=5, label=1)
+        added.file[0].message_type[0].field.add(name="added", number=1000, type=5, label=1)
         added.file[0].message_type[0].field[0].options.deprecated = True
         next(f for f in added.file if f.service).service[0].method[0].options.deprecated = True
         assert broken(wire, added) == []

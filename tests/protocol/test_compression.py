@@ -114,7 +114,7 @@ def test_what_does_not_shrink_stays_as_it_is() -> None:
 
 def test_a_checksum_of_zero_is_left_out_as_protobuf_does(monkeypatch: pytest.MonkeyPatch) -> None:
     block = replace(numbered(ROWS), columns_crc=0)
-    monkeypatch.setattr(codec, "crc_of_columns", lambda columns: 0)
+    monkeypatch.setattr(codec, "crc_of_columns", lambda columns, further: 0)
     data = encode_block(block)
     packed = compress_block(data)
     assert is_compressed(packed)

@@ -11,7 +11,7 @@ from tests.service.bucket_state import serving
 from tests.service.test_showing import plain_value
 from upr.config import ServerConfig
 from upr.service import conversation
-from upr_protocol.block import START
+from upr_protocol.position_table import START
 from upr_protocol.wire import codec
 from upr_protocol.wire.codec import block_from_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire

@@ -15,8 +15,8 @@ import pytest
 from tests.harness import WAIT_SECONDS, RunningServer, wait_until
 from tests.raw import RawClient
 from upr_client import AsyncClient
-from upr_protocol.block import START
 from upr_protocol.limits import PARTITIONS
+from upr_protocol.position_table import START
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv

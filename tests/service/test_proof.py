@@ -21,8 +21,8 @@ from upr.engine.partitions import DEAD
 from upr.service.buckets.bucket_service import BucketService
 from upr.storage.journal import Journal
 from upr.storage.proof import birth_of, make_file
-from upr_protocol.block import START, STARTED
 from upr_protocol.errors import DataDamagedError
+from upr_protocol.position_table import START, STARTED
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
 
 LOST, OTHER = 7, 8

@@ -14,12 +14,14 @@ from click.testing import CliRunner
 
 from tests.conftest import StartServer
 from tests.harness import RunningServer, poll
-from tests.raw import RawClient
+from tests.raw import RawClient, all_cells, cells_for, with_cells
 from tests.replica.sets import SOON, topology, wait_for, wait_until_counted
 from tests.service.bucket_state import rows_of
 from upr.cli.admin import main
 from upr.storage.store import Store
 from upr_client import AsyncClient, ServerPositions
+from upr_client.lowlevel import build_block, write_blocks
+from upr_protocol.block import block_keys
 from upr_protocol.errors import UprError
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -294,7 +296,9 @@ async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobo
         await in_sync(old, new)
         wait_until_counted([old, new], old)
         assert new.terminate() == 0
-        await client.bucket("default").write_many([*pairs(5, b"alone"), (b"alone", b"v")])
+        lost = [*pairs(5, b"alone"), (b"alone", b"v")]
+        block = with_cells(build_block([key for key, _ in lost], [value for _, value in lost]))
+        await write_blocks(client.bucket("default"), [block])
     old.kill()
     new.start()
     shown("promote", "--force", "--yes", "--target", new.target)
@@ -333,6 +337,16 @@ async def test_an_old_active_server_comes_back_as_a_replica_and_undoes_what_nobo
             assert told == {"written": written, "changed_since": 6 - written, "elsewhere": 0}
         values = await client.bucket("default").get_many([b"alone", *(key for key, _ in pairs(6))])
         assert list(values.values()) == [b"v", *[b"after"] * 3, *[b"alone"] * 2, b"v"]
+        async with client.bucket("default").changes(until="now") as changes:
+            blocks = [block async for batch in changes.batches() for block in batch.blocks]
+        cells = {
+            key: of_row
+            for block in blocks
+            for key, of_row in zip(block_keys(block), all_cells(block), strict=True)
+            if of_row
+        }
+        # The two rows that have some.
+        assert cells == {key: cells_for(key, values[key]) for key in (b"alone", b"key 4")}
     told = [(base64.b64decode(row["key"]), base64.b64decode(row["value"])) for row in undone(old)]
     # Killed in between, it is kept twice.
     times = 2 if killed.endswith("before_records") else 1

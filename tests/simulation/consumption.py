@@ -1,6 +1,7 @@
 """What a simulated client consumed of a batch, written into the history no sooner than it counts as consumed."""
 
 from tests.model import Row, apply
+from tests.raw import check_cells
 from tests.simulation.recording import Recorder
 from tests.simulation.serving import Sent
 from upr_client.changes.events import Change, ChangeBatch
@@ -53,6 +54,7 @@ class Consumption:
         markers = {(marker.partition, marker.seqno) for marker in batch.markers}
         self.forget()
         for block in batch.blocks:
+            assert not block.further if keys_only else check_cells(block) >= 0
             for run in block.runs:
                 p, start, end = (
                     int(run[name]) for name in ("partition", "start_seqno", "end_seqno")

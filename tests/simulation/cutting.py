@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.model import Row, State, apply
-from tests.raw import all_rows
+from tests.raw import all_rows, check_cells
 from tests.simulation.world import USED, World
 from upr.engine.follower import Follower
 from upr.engine.streams import FollowOptions, Refused, Started, StartRequest
@@ -43,6 +43,7 @@ class ExactReader:
             tokens = iter(memoryview(frame.tokens).cast("I"))
             for data in frame.blocks:
                 block = decode_block(data)
+                check_cells(block)
                 rows: dict[int, list[Row]] = {}
                 for partition, seqno, key, value in all_rows([block]):
                     rows.setdefault(partition, []).append(Row(seqno, key, value))

@@ -3,16 +3,19 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
 
 from tests.model import Row, State, apply
+from tests.raw import check_cells, with_cells
 from tests.simulation.calling import Channel, Net
 from tests.simulation.looping import SimulatedLoop, Timeline
 from tests.simulation.truth import KEYS, USED, Truth, Violation
 from upr_client import AsyncClient, Only, Rollback, Tuning, UprError
+from upr_client.lowlevel import build_block, write_blocks
+from upr_client.types import AsyncBucket, WriteResults
 from upr_protocol.wire.grpc import error_from_call
 from upr_protocol.wire.v1.replica_service_pb2 import PromoteRequest
 from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub
@@ -57,6 +60,7 @@ class Follower:
                     if isinstance(item, Rollback):
                         self._undo(item)
                         continue
+                    self._counts["cells"] += sum(map(check_cells, item.blocks))
                     for change in item.changes:
                         self._apply(Row(change.seqno, change.key, change.value), change.partition)
                     for marker in item.markers:
@@ -114,6 +118,16 @@ class Follower:
         return dict(state)
 
 
+async def write_rows(
+    bucket: AsyncBucket, rows: Sequence[tuple[bytes, bytes | None]], durability: str
+) -> WriteResults:
+    """Write rows with the cells that they have in tests."""
+    block = with_cells(build_block([k for k, _ in rows], [v for _, v in rows]))
+    if block.further:
+        return await write_blocks(bucket, [block], durability)
+    return await bucket.write_many(rows, durability)
+
+
 class Writer:
     """A writer at one durability, several writes at a time.
 
@@ -148,7 +162,7 @@ class Writer:
             )
             rows.append((self._rng.choice(KEYS), value))
         try:
-            results = await bucket.write_many(rows, self.durability)
+            results = await write_rows(bucket, rows, self.durability)
         except UprError as error:
             self._counts[f"{error.reason} at {self.durability}"] += 1
             return

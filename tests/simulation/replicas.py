@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.raw import cells_for
 from tests.simulation.calling import Net
 from tests.simulation.looping import SimulatedLoop, Timeline, running
 from tests.simulation.people import SAFE, People
@@ -549,7 +550,11 @@ class ReplicasWorld:
                 key, value = base64.b64decode(row["key"]), row.get("value")
                 value = None if value is None else base64.b64decode(value)
                 place = row["partition"], key
-                if (row["partition"], row["seqno"], key, value) not in written:
+                told = row.get("further", {}).items()
+                cells = {int(id_): base64.b64decode(cell) for id_, cell in told}
+                if (row["partition"], row["seqno"], key, value) not in written or (
+                    cells != cells_for(key, value)
+                ):
                     raise Violation(f"kept what nobody wrote: {row}")
                 found[place] = max(found.get(place, 0), row["seqno"])
         return found

@@ -20,12 +20,12 @@ from upr_client.changes.events import Change, ChangeBatch, Rollback
 from upr_client.changes.groups import is_of_group
 from upr_client.changes.link import MOMENT_SECONDS, CallState, Clock
 from upr_client.changes.session import Following, Step
-from upr_protocol.block import STARTED
 from upr_protocol.consumer import State as PartitionState
 from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.handshake import Pin
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
+from upr_protocol.position_table import STARTED
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ def test_every_seed_ends_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     counts += worlds.run_all("plain", tmp_path, worlds.seeds(1, first=3, usual=4))
     worlds.happened(
         counts,
+        "cells",
         "crashes",
         "clean restarts",
         "flushes",

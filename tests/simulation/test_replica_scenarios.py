@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.looping import SimulatedLoop, running
+from tests.simulation.people import write_rows
 from tests.simulation.processes import ServerProcess
 from tests.simulation.replicas import ReplicasWorld
 from tests.simulation.truth import KEYS, USED
@@ -283,7 +284,7 @@ def test_a_promotion_in_the_middle_of_a_snapshot_goes_back_to_the_marker_before_
             while True:
                 while len(written) < asked[0]:
                     row = keys[len(written) % len(keys)], b"%d" % len(written)
-                    written.append(await bucket.write_many([row], "disk"))
+                    written.append(await write_rows(bucket, [row], "disk"))
                 await asyncio.sleep(0.05)
 
     def high(server: ServerProcess) -> int:
@@ -347,7 +348,7 @@ def test_a_repeated_write_is_known_to_a_replica_that_was_told_of_it(
             while True:
                 while len(answers) < asked[0]:
                     value = b"%d" % len(answers)
-                    answers.append(await bucket.write_many([(b"key1", value)], "disk"))
+                    answers.append(await write_rows(bucket, [(b"key1", value)], "disk"))
                 await asyncio.sleep(0.05)
 
     world = ReplicasWorld(tmp_path / "world", 5, (0,))

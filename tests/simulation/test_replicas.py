@@ -12,6 +12,7 @@ def test_a_set_of_servers_ends_on_one_history_with_all_that_was_promised(tmp_pat
         "acknowledged at disk",
         "acknowledged at memory",
         "acknowledged at replicated(1)",
+        "cells",
         "markers",
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from tests.guarantees import validate
 from tests.model import ModelPartition, partition_of
+from tests.raw import check_cells, with_cells
 from tests.simulation.merging import SimulatedMerger
 from tests.simulation.reader import KEYS, USED, Reader
 from tests.simulation.recording import Recorder
@@ -216,7 +217,7 @@ class World:
 
     def number_batch(self, number: int, batch: Batch) -> Written:
         self.now += self.rng.randint(1, 1000)
-        block = build_block([k for k, _ in batch], [v for _, v in batch])
+        block = with_cells(build_block([k for k, _ in batch], [v for _, v in batch]))
         self.recorder.sent(number, batch)
         stored = self.store.producer_rows(b"writer")
         written = self.bucket.write(block, b"writer", self.producer, number, self.now, stored)
@@ -402,6 +403,8 @@ class World:
                     int.from_bytes(frame.tokens[i : i + 4], "little") for i in range(at, last, 4)
                 ]
                 reader.receive(block, tokens, self.model)
+                if check_cells(block):
+                    self.count("cells")
                 at = last
             assert at == len(frame.tokens)
             self.count("frames")

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.engine.buckets import partition_rows
 from tests.model import ModelPartition, Row, State, apply
-from tests.raw import all_rows
+from tests.raw import all_rows, check_cells, with_cells
 from upr.storage.blocks import BlockRange, Head
 from upr.storage.compact import PurgeLimits
 from upr.storage.keyspace import PRODUCER, ConsumerRow, PartitionRow, ProducerNumbers, ProducerRow
@@ -45,7 +45,7 @@ def block_of(
     if not rows:
         # As a compaction leaves it.
         block = sealed(replace(block, key_offsets=bytes(4), value_offsets=bytes(4)))
-    return partition, end, encode_block(block)
+    return partition, end, encode_block(with_cells(block) if rows else block)
 
 
 def numbers_of(rows: Mapping[int, ProducerRow], time: int) -> ProducerNumbers:
@@ -86,7 +86,10 @@ def limits_of(
 def stored_rows(store: Store, partition: int) -> list[Row]:
     """Return every stored row of a partition."""
     blocks = store.blocks(partition, [head.end for head in store.heads(partition)])
-    return [Row(*row[1:]) for row in all_rows(map(decode_block, blocks))]
+    found = list(map(decode_block, blocks))
+    for block in found:
+        check_cells(block)
+    return [Row(*row[1:]) for row in all_rows(found)]
 
 
 def check_reader(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.model import Row, apply, partition_of
-from tests.raw import all_rows
+from tests.raw import all_rows, check_cells, with_cells
 from upr.storage import blocks as blocks_module
 from upr.storage import compact
 from upr.storage.blocks import Encoded, cells_of
@@ -37,7 +37,7 @@ class Numbering:
         self.time = 0
 
     def block(self, batch: Batch) -> Encoded:
-        block = build_block([k for k, _ in batch], [v for _, v in batch])
+        block = with_cells(build_block([k for k, _ in batch], [v for _, v in batch]))
         self.time += 1
         runs = block.runs.copy()
         runs["start_seqno"] = self.high[runs["partition"]]
@@ -64,6 +64,7 @@ def merged_blocks(chunks: Any, stored: Any) -> list[Block]:
                 partition,
                 end,
             )
+            check_cells(block)
             found.append(block)
     return found
 
@@ -129,8 +130,9 @@ def test_what_is_larger_than_a_block_becomes_a_stretch(monkeypatch: pytest.Monke
     assert {int(block.runs["horizon"][0]) for block in found} == {40}
     assert all(int(block.runs["end_seqno"][0]) < 40 for block in found[:-1])
     check_partition(found, numbering.rows[3], 0)
-    # Offsets have one more number than rows, twice.
-    assert all(block.column_bytes <= 208 or block.rows == 1 for block in found)
+    assert sum(map(check_cells, found)) > 10
+    # Offsets have one more number than rows, twice, and in two further columns.
+    assert all(block.column_bytes <= 216 or block.rows == 1 for block in found)
 
 
 def test_one_large_partition_is_stored_in_several_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +247,7 @@ def test_a_merge_has_the_largest_horizon_of_its_inputs() -> None:
     runs = [make_runs([3], 2, 0, 2, 9, 1), make_runs([3], 2, 2, 4, 4, 1)]
     blocks = []
     for run, keys in zip(runs, [[b"a", b"b"], [b"a", b"c"]], strict=True):
-        block = build_block(keys, [b"v"] * 2)
+        block = with_cells(build_block(keys, [b"v"] * 2))
         block.runs = run
         blocks.append(Encoded(run, encode_block(block)))
     for chunks in ([make_chunk(blocks)], [make_chunk([block]) for block in blocks]):

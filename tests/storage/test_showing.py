@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.raw import check_cells, with_cells
 from upr.storage import read
 from upr.storage.read import Showing, plain_messages, with_prefix
 from upr_protocol.block import (
@@ -80,8 +81,10 @@ def rows_of(block: Block) -> list[tuple[int, int, bytes, bytes | None, int, int]
 def test_a_prefix_leaves_runs_as_they_are_and_the_rows_that_have_it(
     block: Block, prefix: bytes
 ) -> None:
+    block = with_cells(block) if block.rows else block
     cut = with_prefix(block, prefix)
     check_block(cut)
+    check_cells(cut)
     for name in ("partition", "start_seqno", "end_seqno", "horizon", "time"):
         assert (cut.runs[name] == block.runs[name]).all()
     assert rows_of(cut) == [row for row in rows_of(block) if row[2].startswith(prefix)]
@@ -89,6 +92,7 @@ def test_a_prefix_leaves_runs_as_they_are_and_the_rows_that_have_it(
     check_block(keys)
     assert block_keys(keys) == (block_keys(cut) if cut.rows else [])[: keys.rows]
     assert keys.values == b""
+    assert not keys.further
 
 
 def parsed(messages: list[bytes]) -> list[wire.PlainRun]:

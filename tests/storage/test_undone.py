@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.model import Row
+from tests.raw import cells_for, with_cells
 from upr.storage.directory import DataDirectory
 from upr.storage.store import Identity
 from upr.storage.undone import undone_files, write_undone
@@ -26,12 +27,21 @@ def block(first: int, *keys: bytes) -> Block:
 
 def test_what_the_upstream_has_too_is_not_told(tmp_path: Path) -> None:
     # The upstream has all up to 3, which lies within a block.
-    blocks = [block(1, b"a", b"b"), block(3, b"c", b"gone", b"e")]
-    assert write_undone(tmp_path, IDENTITY, blocks, {P: 3}, TIME) == 2
+    blocks = [block(1, b"a", b"b"), with_cells(block(3, b"c", b"gone", b"e", b"f", b"g"))]
+    assert write_undone(tmp_path, IDENTITY, blocks, {P: 3}, TIME) == 4
     (file,) = undone_files(tmp_path)
     assert (file.bucket, file.version, file.time, file.markers) == ("b", 1, TIME, {P: 3})
     told = [(row["seqno"], base64.b64decode(row["key"]), row["op"]) for row in file.rows()]
-    assert told == [(4, b"gone", "delete"), (5, b"e", "set")]
+    assert told == [(4, b"gone", "delete"), (5, b"e", "set"), (6, b"f", "set"), (7, b"g", "set")]
+    cells = [
+        {int(id_): base64.b64decode(cell) for id_, cell in row.get("further", {}).items()}
+        for row in file.rows()
+    ]
+    assert cells == [
+        cells_for(b"gone", None),
+        *(cells_for(key, b"v") for key in (b"e", b"f", b"g")),
+    ]
+    assert {bool(of_row) for of_row in cells} == {False, True}
 
 
 def test_no_file_is_left_of_nothing(tmp_path: Path) -> None:

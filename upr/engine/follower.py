@@ -45,7 +45,7 @@ from upr.storage.blocks import Encoded
 from upr.storage.read import ReadResult
 from upr.storage.search import StoredBeginning
 from upr.storage.store import ReadRequest
-from upr_protocol.block import I64, POSITION, STARTED, U64, Runs
+from upr_protocol.block import I64, POSITION, U64, Runs
 from upr_protocol.errors import (
     BehindError,
     InvalidArgumentError,
@@ -55,6 +55,7 @@ from upr_protocol.failover import FailoverLog, check_failover_id, check_partitio
 from upr_protocol.flow import CreditWindow
 from upr_protocol.handshake import answer_start
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
+from upr_protocol.position_table import STARTED
 
 
 class Beginnings:

@@ -15,7 +15,7 @@ from upr.engine.partitions import ACTIVE, REPLICA, Partitions
 from upr.storage.journal import NumberedWrite
 from upr.storage.read import Showing
 from upr.storage.search import StoredBeginning
-from upr_protocol.block import I64, START, U64
+from upr_protocol.block import I64, U64
 from upr_protocol.errors import (
     DataDamagedError,
     InvalidArgumentError,
@@ -29,6 +29,7 @@ from upr_protocol.errors import (
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import StartAnswer
 from upr_protocol.limits import PARTITIONS
+from upr_protocol.position_table import START
 
 _Mask = npt.NDArray[np.bool_]
 

@@ -187,10 +187,12 @@ class Tail:
         self.bytes = 0
         self.volatile_bytes = 0
         self._unmarked_runs = 0
-        # The open entry: its blocks, numbered, the writes in it, its size, columns and rows, and when it was begun.
+        # The open entry: its blocks, numbered, the writes in it, its size, columns, rows and ids of further columns, and
+        # when it was begun.
         self._open: list[Block] = []
         self._writes: list[NumberedWrite] = []
         self._open_size = self._open_columns = self._open_rows = 0
+        self._open_ids: set[int] = set()
         self._opened = self._newest = 0
         # Where windows begin, ascending; the size through the newest of them; the windows made last, None: not possible.
         self._bounds = [0]
@@ -242,6 +244,8 @@ class Tail:
             now: microseconds since the epoch, never below that of the block before.
         """
         columns, rows = block.column_bytes, block.rows
+        if block.further or self._open_ids:
+            columns += self._filling(block)
         if self._open and (
             columns >= SMALL_BYTES
             or self._open_columns + columns > BLOCK_COLUMN_BYTES
@@ -252,7 +256,10 @@ class Tail:
         if not self._open:
             self._opened = now
             self._open_size = self._open_columns = self._open_rows = 0
+            self._open_ids = set()
         self._open.append(block)
+        if block.further:
+            self._open_ids.update([column.id for column in block.further])
         if producer:
             self._writes.append(NumberedWrite(producer, number, block.runs.tobytes()))
         self._newest = now
@@ -267,6 +274,12 @@ class Tail:
         if columns >= SMALL_BYTES:
             self.close_open()
         return entry
+
+    def _filling(self, block: Block) -> int:
+        """Return the bytes of the empty cells that it takes to join a block with the open entry."""
+        own = {column.id for column in block.further}
+        missing = len(own - self._open_ids) * self._open_rows
+        return 4 * (missing + len(self._open_ids - own) * block.rows)
 
     def close_open(self) -> None:
         """Make an entry of what has gathered; what is numbered later comes into another one."""

@@ -37,7 +37,6 @@ from upr.service.sight import traces
 from upr.service.sight.counts import count_reason
 from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
-from upr_protocol.block import START
 from upr_protocol.errors import (
     BucketGoneError,
     DataDamagedError,
@@ -50,6 +49,7 @@ from upr_protocol.limits import (
     FRAME_BYTES,
     SENDING_SECONDS,
 )
+from upr_protocol.position_table import START
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 log = logging.getLogger(__name__)

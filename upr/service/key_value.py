@@ -246,9 +246,10 @@ GONE_SECONDS = 0.5
 silence."""
 _WRITE_TAG = wire.WriteRequest.WRITE_FIELD_NUMBER << 3 | 2
 _NUMBER_TAG = wire.WriteBlock.NUMBER_FIELD_NUMBER << 3
+_BLOCK_TAG = wire.WriteBlock.BLOCK_FIELD_NUMBER << 3 | 2
 _ROWS_TAG = wire.WriteBlock.ROWS_FIELD_NUMBER << 3 | 2
-OUTLINE_FIELDS = 32
-"""Fields of an encoded write that are looked at; one of a block has six."""
+OUTLINE_FIELDS = 64
+"""Fields of an encoded write and its block that are looked at; with FURTHER_COLUMNS_MAX they are fewer."""
 _MEMORY = -1
 _COPIES = {
     types.DURABILITY_UNSPECIFIED: 0,
@@ -566,7 +567,7 @@ class _WriteCall:
         """Parse a write and its block; None if it is refused."""
         if len(raw) > WRITE_ROWS_BYTES_MAX and (outline := outline_of(raw)).has_many_rows:
             error = InvalidArgumentError(
-                f"a write of several rows is {len(raw)} bytes; must be at most {WRITE_ROWS_BYTES_MAX}",
+                f"a write of several rows, or more fields than a block has, is {len(raw)} bytes; must be at most {WRITE_ROWS_BYTES_MAX}",
                 hint="send several writes, or blocks",
             )
             return _Pending(outline.number, error=error), None
@@ -726,21 +727,22 @@ def outline_of(raw: bytes) -> Outline:
         InvalidArgumentError: the bytes are no such message.
     """
     number = rows = looked = 0
-    spans = [(0, len(raw), False)]
+    # What is within: 0 a request, 1 its write, 2 the block of that, whose further columns are objects too.
+    spans = [(0, len(raw), 0)]
     try:
         while spans:
-            at, end, inside = spans.pop()
+            at, end, level = spans.pop()
             while at < end:
                 if (looked := looked + 1) > OUTLINE_FIELDS:
                     return Outline(number, True)
                 tag, at = _varint_at(raw, at)
                 value, after = _value_at(raw, at, tag & 7)
-                if inside and tag == _NUMBER_TAG:
+                if level == 1 and tag == _NUMBER_TAG:
                     number = value
-                elif inside and tag == _ROWS_TAG:
+                elif level == 1 and tag == _ROWS_TAG:
                     rows += 1
-                elif not inside and tag == _WRITE_TAG:
-                    spans.append((after - value, after, True))
+                elif (level, tag) in ((0, _WRITE_TAG), (1, _BLOCK_TAG)):
+                    spans.append((after - value, after, level + 1))
                 at = after
             if at > end:
                 raise IndexError

@@ -1,7 +1,7 @@
 """Stored blocks: columns, heads (the run record in front, enough to plan compaction), cursors, compression, building."""
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from upr.storage import keyspace
-from upr_protocol.block import I64, RUN, U32, U64, Runs, make_runs
+from upr_protocol.block import I64, RUN, U32, U64, Runs, make_runs, side_by_side, with_cells
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, RUN_SPAN_MAX
 from upr_protocol.wire.codec import (
@@ -18,6 +18,7 @@ from upr_protocol.wire.codec import (
     column_spans,
     compress_block,
     encode_columns,
+    further_in,
     open_checked,
     open_columns,
     plain_bytes,
@@ -346,6 +347,7 @@ def compressor(compression: str) -> Compress | None:
 
 
 SEQNOS, OPS, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES, TIMES = range(2, 9)
+_FURTHER = 13
 ABSENT = (0, 0)
 
 
@@ -409,6 +411,19 @@ def cells_of(opened: Sequence[Columns], field: int, data_field: int) -> Any:
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return binary_cells(offsets, b"".join([column_of(columns, data_field) for columns in opened]))
+
+
+def further_cells(opened: Sequence[Columns], rows: I64) -> dict[int, Any]:
+    """Return the cells of further columns of several blocks as one Arrow array each, by id; ``rows`` are those of each."""
+    if not any([_FURTHER in spans for _, spans in opened]):
+        return {}
+    told = list(zip(map(further_in, opened), rows.tolist(), strict=True))
+    return {
+        id_: pa.concat_arrays(
+            [binary_cells(np.frombuffer(one.offsets, "<i4"), one.data) for one in columns]
+        )
+        for id_, columns in side_by_side(told)
+    }
 
 
 def keys_of(*blocks: Encoded) -> Any:
@@ -542,6 +557,7 @@ class SortedRows:
     Args:
         keys, values: Arrow binary arrays.
         hashes: of the keys. ops: uint8. seqnos: uint64. times: int64, microseconds.
+        further: by id, ascending, cells as Arrow binary arrays.
     """
 
     def __init__(
@@ -552,11 +568,18 @@ class SortedRows:
         ops: npt.NDArray[np.uint8],
         seqnos: U64,
         times: I64,
+        further: Mapping[int, Any],
     ) -> None:
         self._key_offsets, self._keys = raw_cells(keys)
         self._value_offsets, self._values = raw_cells(values)
         self._hashes, self._ops, self._times = hashes, ops, times
         self.seqnos = seqnos
+        self._further = {id_: raw_cells(cells) for id_, cells in further.items()}
+        # Bytes of the cells of further columns, and of their offsets, before each row; 0 without any.
+        self._further_ends: I64 | None = None
+        if further:
+            ends = 4 * len(further) * np.arange(len(seqnos) + 1)
+            self._further_ends = sum([offsets for offsets, _ in self._further.values()], ends)
 
     def stretch(self, rows: tuple[int, int], run: tuple[int, int, int, int]) -> list[Piece]:
         """Return a partition's pieces: one, or a stretch of several that share the horizon."""
@@ -579,9 +602,14 @@ class SortedRows:
         """Return the end row of a block that begins at a row and fits BLOCK_COLUMN_BYTES."""
         keys, values = self._key_offsets, self._value_offsets
         whole = keys[last] - keys[first] + values[last] - values[first] + 21 * (last - first)
+        more = self._further_ends
+        if more is not None:
+            whole += more[last] - more[first]
         if whole <= BLOCK_COLUMN_BYTES:
             return last
         size = keys[first : last + 1] + values[first : last + 1] + 21 * np.arange(last - first + 1)
+        if more is not None:
+            size += more[first : last + 1]
         cut = first + int(np.searchsorted(size, size[0] + BLOCK_COLUMN_BYTES, side="right")) - 1
         return min(max(cut, first + 1), last)
 
@@ -611,6 +639,10 @@ class SortedRows:
         ops, times_of_rows = self._ops.tobytes(), self._times.astype("<i8").tobytes()
         bounds = np.append(firsts, len(self.seqnos))
         keys, values = self._key_offsets[bounds].tolist(), self._value_offsets[bounds].tolist()
+        further = [
+            (id_, _edges(offsets, firsts, counts), offsets[bounds].tolist(), data)
+            for id_, (offsets, data) in self._further.items()
+        ]
         blocks: list[tuple[int, int, bytes]] = []
         hashes: list[bytes] = []
         flags = zip(has_ops.tolist(), has_times.tolist(), strict=True)
@@ -628,6 +660,10 @@ class SortedRows:
                     value_edges[cells],
                     bytes(self._values[values[i] : values[i + 1]]),
                     times_of_rows[8 * first : 8 * last] if own_times else b"",
+                ),
+                with_cells(
+                    (id_, edges[cells], bytes(data[at[i] : at[i + 1]]))
+                    for id_, edges, at, data in further
                 ),
             )
             mine = self._hashes[first:last]

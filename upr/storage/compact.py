@@ -40,9 +40,11 @@ from upr.storage.blocks import (
     Piece,
     Replacement,
     SortedRows,
+    binary_cells,
     cells_of,
     checked,
     column_of,
+    further_cells,
     hashes_of,
     joined_runs,
     key_hashes,
@@ -53,7 +55,7 @@ from upr.storage.blocks import (
 from upr_protocol.block import I64, RUN, U32, U64, Runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
-from upr_protocol.wire.codec import plain_bytes
+from upr_protocol.wire.codec import further_in, plain_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class Chunk:
         runs: the run tables of the blocks, end to end.
         keys: Arrow binary array.
         hashes: of the keys. ops: uint8. seqnos: uint64. times: int64, microseconds.
+        further: cells of further columns by id, as they came; see ``values``.
     """
 
     bounds: I64
@@ -131,20 +134,25 @@ class Chunk:
     ops: npt.NDArray[np.uint8]
     seqnos: U64
     times: I64
+    further: dict[int, Any]
     _values: Any
     _places: I64
 
-    def values(self, rows: I64) -> Any:
-        """Return the values of some rows, an Arrow binary array.
+    def values(self, rows: I64, further: int = 0) -> Any:
+        """Return the values of some rows, or their cells of a further column, an Arrow binary array.
 
         They are not sorted with the rest: most may be of rows that are superseded.
         """
-        return _taken(self._values, self._places[rows])
+        cells = self.further.get(further) if further else self._values
+        if cells is None:
+            return binary_cells(np.zeros(len(rows) + 1, np.int32), b"")
+        return _taken(cells, self._places[rows])
 
     def column_bytes(self) -> I64:
         """Return the approximate bytes of each partition's rows and runs, shape (1024,); 0 only without a run."""
         rows = max(len(self.seqnos), 1)
-        each = (self.keys.nbytes + self._values.nbytes) / rows + 17
+        columns = (self.keys, self._values, *self.further.values())
+        each = sum([column.nbytes for column in columns]) / rows + 17
         runs = np.bincount(self.runs["partition"], minlength=PARTITIONS) * RUN.itemsize
         sizes: I64 = (np.diff(self.bounds) * each).astype(np.int64) + runs
         return sizes
@@ -221,6 +229,7 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
         ops[order],
         seqnos[order],
         times[order],
+        further_cells(opened, rows),
         cells_of(opened, VALUE_OFFSETS, VALUES),
         order,
     )
@@ -336,6 +345,7 @@ def merge_slice(
     sorting = _by_number(partitions[rows])
     order = rows[sorting]
     merged.rows = len(order)
+    ids = set[int]().union(*[c.further for c, _, _ in used])
     sorted_rows = SortedRows(
         _taken(keys, order),
         hashes[order],
@@ -343,6 +353,7 @@ def merge_slice(
         ops[order],
         seqnos[order],
         times[order],
+        {id_: _values_of(used, rows, sorting, id_) for id_ in sorted(ids)},
     )
     bounds = np.searchsorted(partitions[order], np.arange(part.first, part.last + 1))
     ends = np.max([c.ends for c, _, _ in used], axis=0)
@@ -373,15 +384,17 @@ def merge_slice(
     return merged
 
 
-def _values_of(used: Sequence[tuple[Chunk, int, int]], rows: I64, sorting: I64) -> Any:
-    """Return the values of rows, ascending and counted through the parts of the chunks, in the order of a sorting."""
+def _values_of(
+    used: Sequence[tuple[Chunk, int, int]], rows: I64, sorting: I64, further: int = 0
+) -> Any:
+    """Return the values, or cells, of rows, ascending and counted through the parts of the chunks, in the order of a sorting."""
     if len(used) == 1:
         ((chunk, low, _),) = used
-        return chunk.values(rows[sorting] + low)
+        return chunk.values(rows[sorting] + low, further)
     found, first = [], 0
     for chunk, low, high in used:
         own = slice(*np.searchsorted(rows, (first, first + high - low)))
-        found.append(chunk.values(rows[own] - first + low))
+        found.append(chunk.values(rows[own] - first + low, further))
         first += high - low
     return _taken(pa.concat_arrays(found), sorting)
 
@@ -455,6 +468,7 @@ def rebuild(
         chunk.ops[rows],
         chunk.seqnos[rows],
         chunk.times[rows],
+        {id_: chunk.values(rows, id_) for id_ in sorted(chunk.further)},
     )
     return sorted_rows.blocks(sorted_rows.stretch((0, len(rows)), run), compress)
 
@@ -741,11 +755,10 @@ def _compare(
 def _row_bytes(block: Encoded) -> npt.NDArray[np.int32]:
     """Return about how many bytes each row of a block has."""
     columns = block.opened()
-    keys, values = (
-        np.diff(np.frombuffer(column_of(columns, field), "<i4"))
-        for field in (KEY_OFFSETS, VALUE_OFFSETS)
-    )
-    sizes: npt.NDArray[np.int32] = keys + values + 8
+    offsets = [column_of(columns, field) for field in (KEY_OFFSETS, VALUE_OFFSETS)]
+    offsets += [one.offsets for one in further_in(columns)]
+    lengths = [np.diff(np.frombuffer(told, "<i4")) for told in offsets]
+    sizes: npt.NDArray[np.int32] = sum(lengths[1:], lengths[0]) + 4 * len(lengths)
     return sizes
 
 

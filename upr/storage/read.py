@@ -5,7 +5,7 @@ affected.
 
 A stream is shown all rows or those under a key prefix, with or without values, as blocks or as plain runs: a message for
 each row, for people with grpcurl and for languages without an SDK. Both take the bytes of the blocks from the credit. A
-run of more than PLAIN_RUN_BYTES becomes several that share its horizon.
+run of more than PLAIN_RUN_BYTES becomes several that share its horizon. Further columns are in blocks only.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +30,7 @@ from upr_protocol.block import (
     row_times,
     sealed,
     slice_above,
+    with_cells,
     without_values,
 )
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError
@@ -193,11 +194,14 @@ def with_prefix(block: Block, prefix: bytes) -> Block:
         return sealed(Block(runs, b"", b"", b"", b"", b"", b"", b"", 0))
     offsets = row_seqnos(block) - np.repeat(block.runs["start_seqno"], block.runs["count"])
     picked = pa.array(rows)
+
+    def cells(offsets: bytes, data: bytes) -> tuple[bytes, bytes]:
+        return _column(binary_cells(np.frombuffer(offsets, "<i4"), data).take(picked))
+
     key_offsets, key_data = _column(keys.take(picked))
     value_offsets, value_data = b"", b""
     if block.value_offsets:
-        values = binary_cells(np.frombuffer(block.value_offsets, "<i4"), block.values)
-        value_offsets, value_data = _column(values.take(picked))
+        value_offsets, value_data = cells(block.value_offsets, block.values)
     return sealed(
         replace(
             block,
@@ -209,6 +213,7 @@ def with_prefix(block: Block, prefix: bytes) -> Block:
             value_offsets=value_offsets,
             values=value_data,
             times=_taken(block.times, "<i8", rows),
+            further=with_cells((one.id, *cells(one.offsets, one.data)) for one in block.further),
         )
     )
 

@@ -3,7 +3,7 @@
 Mutations are in DIR/undone/<bucket>-<time>.jsonl.
 
 A file has a line for each mutation: {"partition", "seqno", "key", "op", "value"}, key and value in base64, op "set" or
-"delete", a delete without a value. Its first line names the bucket. A file is durable before what it tells of is undone;
+"delete", a delete without a value. One with cells of further columns has "further", by id and in base64. Its first line names the bucket. A file is durable before what it tells of is undone;
 after a crash in between the same mutations are in another file once more.
 
 A bucket that its upstream never had is kept whole: DIR/undone/<version>-<time> is its folder, and a file of one line names it.
@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from upr_protocol.block import (
     block_values,
 )
 from upr_protocol.errors import DataDamagedError
+from upr_protocol.wire.cells import block_cells
 
 _PLAIN = re.compile("[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
@@ -175,11 +176,14 @@ def _rows(blocks: Iterable[Block], markers: Mapping[int, int]) -> Iterator[dict[
             block_keys(block),
             block_ops(block),
             block_values(block),
+            block_cells(block) if block.further else repeat({}, block.rows),
         )
-        for partition, seqno, key, op, value in zip(*columns, strict=True):
+        for partition, seqno, key, op, value, cells in zip(*columns, strict=True):
             if seqno <= markers[partition]:
                 continue
             row = {"partition": partition, "seqno": seqno, "key": base64.b64encode(key).decode()}
+            if cells:
+                row["further"] = {id_: base64.b64encode(c).decode() for id_, c in cells.items()}
             if op == OP_DELETE:
                 yield {**row, "op": "delete"}
             else:

@@ -285,7 +285,7 @@ class RecentKeys:
         for block in blocks:
             if not block.rows:
                 continue
-            bare = replace(block, value_offsets=b"", values=b"", times=b"")
+            bare = replace(block, value_offsets=b"", values=b"", times=b"", further=())
             self._blocks.append(bare)
             self._bytes += _size(bare)
         while self._blocks and self._bytes > self._limit:

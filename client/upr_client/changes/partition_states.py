@@ -10,9 +10,9 @@ from upr_client import backoff
 from upr_client.changes.link import Clock
 from upr_client.changes.status import Progress
 from upr_client.endpoints import is_elsewhere
-from upr_protocol.block import STARTED
 from upr_protocol.consumer import Consumer, Fate, State, fate_of
 from upr_protocol.errors import ProtocolError, UprError
+from upr_protocol.position_table import STARTED
 from upr_protocol.wire.codec import log_from_messages
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2

@@ -15,7 +15,6 @@ import numpy as np
 from upr_client.testing.memory import Memory, Partition, Row, Run, run_block
 from upr_protocol.block import (
     POSITION,
-    START,
     block_keys,
     block_partitions,
     block_values,
@@ -41,6 +40,7 @@ from upr_protocol.limits import (
     PARTITIONS,
     WRITES_IN_FLIGHT_MAX,
 )
+from upr_protocol.position_table import START
 from upr_protocol.wire.codec import (
     block_of_write,
     block_to_message,

@@ -16,6 +16,8 @@ from upr_protocol.block import (
     OP_SET,
     RUN,
     Block,
+    Further,
+    FurtherColumn,
     Runs,
     build_block,
     check_block,
@@ -23,6 +25,8 @@ from upr_protocol.block import (
     offset_column,
     row_bounds,
     sealed,
+    side_by_side,
+    with_cells,
 )
 from upr_protocol.errors import (
     CorruptBlockError,
@@ -39,6 +43,7 @@ from upr_protocol.failover import (
 )
 from upr_protocol.limits import (
     FAILOVER_LOG_MAX,
+    FURTHER_COLUMNS_MAX,
     MARKERS_MAX,
     MESSAGE_BYTES_MAX,
     NAME_BYTES_MAX,
@@ -75,12 +80,15 @@ JOIN_BYTES_MIN = 32 * 1024
 """Columns from this size on are joined to an encoded block here: the message would copy each twice more."""
 
 Spans = dict[int, tuple[int, int]]
-"""Field number -> (first byte, end)."""
+"""Field number -> (first byte, end); of further columns, which are last, all fields with their tags."""
 Columns = tuple[bytes, Spans]
 """Bytes, and where in them each column of a block lies; columns that are absent are empty."""
 
 _RUNS, _COLUMNS, _COLUMNS_CRC, _TABLE_CRC, _ZSTD, _ZSTD_CRC = 1, range(2, 9), 9, 10, 11, 12
-_LENGTHS_BYTES = 4 * len(_COLUMNS)
+_FURTHER = 13
+_FURTHER_TAG = 0x6A
+_LENGTHS_BYTES = 4 * (len(_COLUMNS) + 1)
+_ZSTD_MAGIC = 0xFD2FB528
 _ABSENT = (0, 0)
 
 
@@ -101,12 +109,12 @@ def decode_runs(data: bytes) -> Runs:
 def block_to_message(block: Block) -> types_pb2.Block:
     """Return the block as a message, with the CRC of its table."""
     message = types_pb2.Block()
-    fill_message(message, encode_runs(block.runs), block.columns, block.columns_crc)
+    fill_message(message, encode_runs(block.runs), block.columns, block.columns_crc, block.further)
     return message
 
 
 def fill_message(
-    message: types_pb2.Block, runs: bytes, columns: Sequence[bytes], columns_crc: int
+    message: types_pb2.Block, runs: bytes, columns: Sequence[bytes], crc: int, further: Further
 ) -> None:
     """Make an empty message that of a block, with the CRC of its table.
 
@@ -122,25 +130,29 @@ def fill_message(
         message.values,
         message.times,
     ) = columns
-    message.columns_crc = columns_crc
+    message.columns_crc = crc
     message.table_crc = google_crc32c.value(runs)
+    for one in further:
+        message.further.add(id=one.id, offsets=one.offsets, data=one.data)
 
 
-def encode_columns(runs: bytes, columns: Sequence[bytes]) -> bytes:
-    """Return what ``encode_block`` does, of the table's bytes and the seven columns in the order of the wire."""
-    return _encode(runs, columns, crc_of_columns(columns))
+def encode_columns(runs: bytes, columns: Sequence[bytes], further: Further = ()) -> bytes:
+    """Return what ``encode_block`` does, of the table's bytes, the seven columns in the order of the wire and further ones."""
+    return _encode(runs, columns, crc_of_columns(columns, further), further)
 
 
 def encode_block(block: Block) -> bytes:
     """Return the block as the bytes of a Block message: what journal, store and frames hold."""
-    return _encode(encode_runs(block.runs), block.columns, block.columns_crc)
+    return _encode(encode_runs(block.runs), block.columns, block.columns_crc, block.further)
 
 
-def _encode(runs: bytes, columns: Sequence[bytes], columns_crc: int) -> bytes:
+def _encode(runs: bytes, columns: Sequence[bytes], columns_crc: int, further: Further) -> bytes:
     if sum(map(len, columns)) >= JOIN_BYTES_MIN:
-        return _join_fields(runs, columns, columns_crc, google_crc32c.value(runs))
+        told = [types_pb2.FurtherColumn(id=c.id, offsets=c.offsets, data=c.data) for c in further]
+        fields = types_pb2.Block(further=told).SerializeToString() if told else b""
+        return _join_fields(runs, columns, columns_crc, google_crc32c.value(runs), fields)
     message = types_pb2.Block()
-    fill_message(message, runs, columns, columns_crc)
+    fill_message(message, runs, columns, columns_crc, further)
     return message.SerializeToString()
 
 
@@ -156,6 +168,22 @@ def _columns_of(
         message.values,
         message.times,
     )
+
+
+def _further_of(message: types_pb2.Block) -> Further:
+    if not (told := message.further):
+        return ()
+    if len(told) > FURTHER_COLUMNS_MAX:
+        raise CorruptBlockError(
+            f"further columns of a block are {len(told)}; must be at most {FURTHER_COLUMNS_MAX}"
+        )
+    return tuple([FurtherColumn(one.id, one.offsets, one.data) for one in told])
+
+
+def further_in(columns: Columns) -> Further:
+    """Return the further columns, not checked; CorruptBlockError when they cannot be read."""
+    data, spans = columns
+    return _further_of(_message_of(data[slice(*spans[_FURTHER])])) if _FURTHER in spans else ()
 
 
 def _message_of(data: bytes) -> types_pb2.Block:
@@ -179,18 +207,19 @@ def block_from_message(message: types_pb2.Block, *, numbered: bool = True) -> Bl
         raise CorruptBlockError(
             f"the block's table has CRC32C {crc:08x}; must be {message.table_crc:08x}"
         )
-    columns = _columns_of(message)
+    columns, further = _columns_of(message), _further_of(message)
     if message.zstd or message.zstd_crc:
         if not numbered:
             raise InvalidArgumentError(
                 "a write carries a compressed block", hint="send it as it is"
             )
-        if any(columns):
+        if any(columns) or further:
             raise CorruptBlockError("a compressed block has columns")
         _check_zstd_crc(message.columns_crc, message.zstd, message.zstd_crc)
         data, spans = _decompressed(message.zstd)
         columns = tuple(data[slice(*spans[field])] for field in _COLUMNS)  # type: ignore[assignment]
-    block = Block(decode_runs(message.runs), *columns, message.columns_crc)
+        further = further_in((data, spans))
+    block = Block(decode_runs(message.runs), *columns, message.columns_crc, further)
     check_block(block, numbered=numbered)
     return block
 
@@ -228,12 +257,7 @@ def block_of_write(write: kv_pb2.WriteBlock) -> Block:
 
 def check_plain_bytes(messages: Sequence[types_pb2.Block]) -> None:
     """Raise CorruptBlockError when a frame's compressed blocks have more columns than would fit into a message."""
-    lengths = [
-        np.frombuffer(m.zstd[:_LENGTHS_BYTES].ljust(_LENGTHS_BYTES, b"\0"), "<u4")
-        for m in messages
-        if m.zstd
-    ]
-    size = sum(int(one.sum(dtype=np.int64)) for one in lengths)
+    size = sum(sum(_lengths_in(m.zstd[:_LENGTHS_BYTES])) for m in messages if m.zstd)
     if size > MESSAGE_BYTES_MAX:
         raise CorruptBlockError(
             f"columns of a frame's compressed blocks are {size} bytes; must be at most {MESSAGE_BYTES_MAX}"
@@ -259,8 +283,8 @@ def reopen_block(data: bytes) -> Block:
     message = _message_of(data)
     if message.zstd:
         raise CorruptBlockError("the block is compressed")
-    _check_crcs(message)
-    return Block(decode_runs(message.runs), *_columns_of(message), message.columns_crc)
+    further = _check_crcs(message)
+    return Block(decode_runs(message.runs), *_columns_of(message), message.columns_crc, further)
 
 
 def column_spans(data: bytes) -> Spans:
@@ -278,6 +302,9 @@ def column_spans(data: bytes) -> Spans:
     try:
         while at < len(data):
             tag = data[at]
+            if tag == _FURTHER_TAG:
+                spans[_FURTHER] = (at, len(data))
+                break
             at += 1
             if tag & 7 == 5:
                 spans[tag >> 3] = (at, at + 4)
@@ -324,7 +351,7 @@ def _check_spans(data: bytes, spans: Spans) -> None:
         _check_zstd_crc(columns_crc, zstd, _number(data, spans, _ZSTD_CRC))
         return
     columns = [data[slice(*spans.get(field, _ABSENT))] for field in _COLUMNS]
-    _check_crc("columns", crc_of_columns(columns), columns_crc)
+    _check_crc("columns", crc_of_columns(columns, further_in((data, spans))), columns_crc)
 
 
 def _number(data: bytes, spans: Spans, field: int) -> int:
@@ -348,22 +375,28 @@ def _check_zstd_crc(columns_crc: int, zstd: bytes, told: int) -> None:
     _check_crc("compressed columns", _zstd_crc(columns_crc, zstd), told)
 
 
+def _lengths_in(zstd: bytes) -> list[int]:
+    """Return the lengths of columns, those of further ones as one, that field 11 begins with."""
+    told = zstd[:_LENGTHS_BYTES].ljust(_LENGTHS_BYTES, b"\0")
+    *lengths, last = np.frombuffer(told, "<u4").tolist()
+    return lengths if last == _ZSTD_MAGIC else [*lengths, last]
+
+
 def _decompressed(zstd: bytes) -> Columns:
     """Decompress field 11, whatever it holds, in no more memory than MESSAGE_BYTES_MAX and some."""
     if len(zstd) <= _LENGTHS_BYTES:
         raise CorruptBlockError(f"a compressed block has {len(zstd)} bytes")
     spans: Spans = {}
     at = 0
-    for field, length in zip(
-        _COLUMNS, np.frombuffer(zstd, "<u4", len(_COLUMNS)).tolist(), strict=True
-    ):
+    lengths = _lengths_in(zstd)
+    for field, length in zip((*_COLUMNS, _FURTHER), lengths, strict=False):
         spans[field] = (at, at + length)
         at += length
     if at > MESSAGE_BYTES_MAX:
         raise CorruptBlockError(
             f"columns of a compressed block are {at} bytes; must be at most {MESSAGE_BYTES_MAX}"
         )
-    return decompress(memoryview(zstd)[_LENGTHS_BYTES:], at), spans
+    return decompress(memoryview(zstd)[4 * len(lengths) :], at), spans
 
 
 def open_columns(data: bytes) -> Columns:
@@ -392,7 +425,8 @@ def _opened(data: bytes, spans: Spans) -> Columns:
     if _ZSTD not in spans:
         return data, spans
     opened, columns = _decompressed(data[slice(*spans[_ZSTD])])
-    crc = crc_of_columns([opened[a:b] for a, b in columns.values()])
+    told = [opened[slice(*columns[field])] for field in _COLUMNS]
+    crc = crc_of_columns(told, further_in((opened, columns)))
     _check_crc("columns", crc, _number(data, spans, _COLUMNS_CRC))
     return opened, columns
 
@@ -425,7 +459,7 @@ def plain_bytes(beginning: bytes, size: int) -> int:
     lengths = beginning[at + 1 : at + 1 + _LENGTHS_BYTES]
     if len(lengths) < _LENGTHS_BYTES:
         return size
-    return int(np.frombuffer(lengths, "<u4").sum(dtype=np.int64)) + at
+    return sum(_lengths_in(lengths)) + at
 
 
 def compress_block(data: bytes) -> bytes:
@@ -441,6 +475,8 @@ def compress_block(data: bytes) -> bytes:
     spans = column_spans(data)
     view = memoryview(data)
     columns = [view[slice(*spans.get(field, _ABSENT))] for field in _COLUMNS]
+    if _FURTHER in spans:
+        columns.append(view[slice(*spans[_FURTHER])])
     lengths = np.array([len(column) for column in columns], "<u4")
     size = int(lengths.sum())
     if _ZSTD in spans or not COMPRESS_BYTES_MIN <= size <= MESSAGE_BYTES_MAX:
@@ -476,6 +512,7 @@ def decompress_block(data: bytes) -> bytes:
         [view[slice(*columns[field])] for field in _COLUMNS],
         _number(data, spans, _COLUMNS_CRC),
         _number(data, spans, _TABLE_CRC),
+        view[slice(*columns.get(_FURTHER, _ABSENT))],
     )
 
 
@@ -483,13 +520,17 @@ def decompress_block(data: bytes) -> bytes:
 
 
 def _join_fields(
-    runs: bytes, columns: Sequence[bytes | memoryview], columns_crc: int, table_crc: int
+    runs: bytes,
+    columns: Sequence[bytes | memoryview],
+    columns_crc: int,
+    table_crc: int,
+    further: bytes | memoryview,
 ) -> bytes:
     parts = [*_bytes_field(_RUNS, runs)]
     for field, column in zip(_COLUMNS, columns, strict=True):
         parts += _bytes_field(field, column)
-    parts += (_fixed_field(_COLUMNS_CRC, columns_crc), _fixed_field(_TABLE_CRC, table_crc))
-    return b"".join(parts)
+    crcs = _fixed_field(_COLUMNS_CRC, columns_crc), _fixed_field(_TABLE_CRC, table_crc)
+    return b"".join((*parts, *crcs, further))
 
 
 def _bytes_field(field: int, value: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
@@ -663,8 +704,7 @@ def _groups(messages: Messages) -> tuple[list[int], list[list[types_pb2.Block]]]
 
 def _joined(messages: Messages) -> Block:
     """Join blocks of one run each, of ascending partitions."""
-    for message in messages:
-        _check_crcs(message)
+    told = [_check_crcs(message) for message in messages]
     runs = decode_runs(b"".join([message.runs for message in messages]))
     rows = np.array([len(m.key_offsets) // 4 - 1 for m in messages], np.int64)
     if (rows != runs["count"]).any():
@@ -678,20 +718,29 @@ def _joined(messages: Messages) -> Block:
     ops = _join_fixed([m.ops for m in messages], np.full(rows.sum(), OP_SET, np.uint8), rows)
     times = _join_fixed([m.times for m in messages], np.repeat(runs["time"], rows), rows)
     seqnos = _join_seqnos(messages, runs, rows)
-    block = Block(runs, seqnos, ops, key_offsets, keys, value_offsets, values, times, 0)
+    further: Further = ()
+    if any(told):
+        further = with_cells(
+            (id_, *_join_data([one.offsets for one in found], [one.data for one in found]))
+            for id_, found in side_by_side(list(zip(told, rows.tolist(), strict=True)))
+        )
+    block = Block(runs, seqnos, ops, key_offsets, keys, value_offsets, values, times, 0, further)
     block = sealed(block)
     check_block(block)
     return block
 
 
-def _check_crcs(message: types_pb2.Block) -> None:
-    columns = crc_of_columns(_columns_of(message))
+def _check_crcs(message: types_pb2.Block) -> Further:
+    """Check the checksums of a block that is not compressed, and return its further columns."""
+    further = _further_of(message)
+    columns = crc_of_columns(_columns_of(message), further)
     crcs = (columns, google_crc32c.value(message.runs), 0)
     if crcs != (message.columns_crc, message.table_crc, message.zstd_crc):
         raise CorruptBlockError(
             "a block's columns or table do not have the CRC32C that the block says",
             hint="the bytes were damaged on the way or the writer computes the CRC differently",
         )
+    return further
 
 
 def _join_data(offsets: list[bytes], data: list[bytes]) -> tuple[bytes, bytes]:

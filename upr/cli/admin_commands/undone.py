@@ -15,6 +15,7 @@ from upr_protocol.limits import GET_KEYS_MAX
 
 if TYPE_CHECKING:
     from upr.storage.undone import UndoneFile
+    from upr_protocol.wire.cells import Cells
 
 _COLUMNS = ("file", "bucket", "undone_at", "mutations", "partitions")
 _SECONDS = 30.0
@@ -69,7 +70,9 @@ def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) ->
     A key is looked at right before it is written, not in one step with it. Applying a file once more changes nothing.
     """
     from upr.storage.undone import read_undone
+    from upr_client.lowlevel import write_blocks
     from upr_protocol.partitioning import partition_of
+    from upr_protocol.wire.cells import blocks_with_cells
 
     one = read_undone(file)
     if one.folder:
@@ -77,10 +80,11 @@ def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) ->
             f"{file.name} names a bucket that is kept whole, in {one.folder}; must be a file of mutations",
             hint="move that folder to DIR/buckets/ of a new data directory, named by its version, and serve that",
         )
-    newest: dict[bytes, tuple[int, bytes | None]] = {}
+    newest: dict[bytes, tuple[int, bytes | None, Cells]] = {}
     for row in one.rows():
         value = base64.b64decode(row["value"]) if row["op"] == "set" else None
-        newest[base64.b64decode(row["key"])] = (row["partition"], value)
+        cells = {int(id_): base64.b64decode(c) for id_, c in row.get("further", {}).items()}
+        newest[base64.b64decode(row["key"])] = (row["partition"], value, cells)
     # The server looks for a key in the partition that it computes.
     mine = {key: told for key, told in newest.items() if partition_of(key) == told[0]}
     written = changed = 0
@@ -91,7 +95,8 @@ def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) ->
             seqnos = _newest_seqnos(target, one.bucket, left[:GET_KEYS_MAX])
             keys, left = left[: len(seqnos)], left[len(seqnos) :]
             free = [key for key in keys if seqnos[key] <= one.markers.get(partition_of(key), 0)]
-            bucket.write_many([(key, mine[key][1]) for key in free])
+            values, cells_of = [mine[key][1] for key in free], [mine[key][2] for key in free]
+            write_blocks(bucket, blocks_with_cells(free, values, cells_of))
             written, changed = written + len(free), changed + len(keys) - len(free)
     document = {
         "written": written,

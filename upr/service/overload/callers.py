@@ -22,7 +22,6 @@ from functools import lru_cache
 from typing import Final
 from urllib.parse import unquote
 
-from upr_protocol.block import START
 from upr_protocol.errors import TooManyError
 from upr_protocol.limits import (
     FOLLOW_CALLS_MAX,
@@ -32,6 +31,7 @@ from upr_protocol.limits import (
     TEXT_CONNECTIONS_MAX,
     WRITE_CALLS_MAX,
 )
+from upr_protocol.position_table import START
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv

@@ -394,7 +394,7 @@ class Open(_message.Message):
     stability: _types_pb2.Stability.ValueType
     """Which rows may be shown."""
     keys_only: _builtins.bool
-    """Leave the values out."""
+    """Leave the values out, and further columns."""
     accept_zstd: _builtins.bool
     """Whether frames may hold compressed blocks."""
     key_prefix: _builtins.bytes
@@ -1390,7 +1390,7 @@ Global___PlainRun: _TypeAlias = PlainRun  # noqa: Y015
 
 @_typing.final
 class PlainRow(_message.Message):
-    """One mutation."""
+    """One mutation, without the cells of further columns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

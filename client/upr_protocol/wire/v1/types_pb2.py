@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12upr/v1/types.proto\x12\x06upr.v1\"\xd3\x01\n\x05\x42lock\x12\x0c\n\x04runs\x18\x01 \x01(\x0c\x12\x0e\n\x06seqnos\x18\x02 \x01(\x0c\x12\x0b\n\x03ops\x18\x03 \x01(\x0c\x12\x13\n\x0bkey_offsets\x18\x04 \x01(\x0c\x12\x0c\n\x04keys\x18\x05 \x01(\x0c\x12\x15\n\rvalue_offsets\x18\x06 \x01(\x0c\x12\x0e\n\x06values\x18\x07 \x01(\x0c\x12\r\n\x05times\x18\x08 \x01(\x0c\x12\x13\n\x0b\x63olumns_crc\x18\t \x01(\x07\x12\x11\n\ttable_crc\x18\n \x01(\x07\x12\x0c\n\x04zstd\x18\x0b \x01(\x0c\x12\x10\n\x08zstd_crc\x18\x0c \x01(\x07\"C\n\x0e\x46\x61iloverRecord\x12\x13\n\x0b\x66\x61ilover_id\x18\x01 \x01(\x06\x12\r\n\x05seqno\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"Z\n\x07Problem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tretriable\x18\x02 \x01(\x08\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0c\n\x04hint\x18\x04 \x01(\t\x12\r\n\x05owner\x18\x05 \x01(\t\"\x95\x01\n\x07SetPart\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounted\x18\x03 \x01(\r\x12\x15\n\rowner_seconds\x18\x04 \x01(\x01\x12\x15\n\rowner_changes\x18\x05 \x01(\x04\x12\x14\n\x0c\x65tcd_seconds\x18\x06 \x01(\x01\x12\x15\n\rgrant_seconds\x18\x07 \x01(\x01\"G\n\x10RefusedPartition\x12\x11\n\tpartition\x18\x01 \x01(\r\x12 \n\x07problem\x18\x02 \x01(\x0b\x32\x0f.upr.v1.Problem*\xa1\x01\n\x0ePartitionState\x12\x1f\n\x1bPARTITION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16PARTITION_STATE_ACTIVE\x10\x01\x12\x1b\n\x17PARTITION_STATE_REPLICA\x10\x02\x12\x1b\n\x17PARTITION_STATE_PENDING\x10\x03\x12\x18\n\x14PARTITION_STATE_DEAD\x10\x04*\xab\x01\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x01\x12\x13\n\x0f\x44URABILITY_DISK\x10\x02\x12\x1b\n\x17\x44URABILITY_REPLICATED_1\x10\x03\x12\x1b\n\x17\x44URABILITY_REPLICATED_2\x10\x04\x12\x1b\n\x17\x44URABILITY_REPLICATED_3\x10\x05*\xa4\x01\n\tStability\x12\x19\n\x15STABILITY_UNSPECIFIED\x10\x00\x12\x14\n\x10STABILITY_MEMORY\x10\x01\x12\x12\n\x0eSTABILITY_DISK\x10\x02\x12\x1a\n\x16STABILITY_REPLICATED_1\x10\x03\x12\x1a\n\x16STABILITY_REPLICATED_2\x10\x04\x12\x1a\n\x16STABILITY_REPLICATED_3\x10\x05\x42\x18\n\x06upr.v1P\x01Z\x0cupr/v1;uprv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12upr/v1/types.proto\x12\x06upr.v1\"\xfb\x01\n\x05\x42lock\x12\x0c\n\x04runs\x18\x01 \x01(\x0c\x12\x0e\n\x06seqnos\x18\x02 \x01(\x0c\x12\x0b\n\x03ops\x18\x03 \x01(\x0c\x12\x13\n\x0bkey_offsets\x18\x04 \x01(\x0c\x12\x0c\n\x04keys\x18\x05 \x01(\x0c\x12\x15\n\rvalue_offsets\x18\x06 \x01(\x0c\x12\x0e\n\x06values\x18\x07 \x01(\x0c\x12\r\n\x05times\x18\x08 \x01(\x0c\x12\x13\n\x0b\x63olumns_crc\x18\t \x01(\x07\x12\x11\n\ttable_crc\x18\n \x01(\x07\x12\x0c\n\x04zstd\x18\x0b \x01(\x0c\x12\x10\n\x08zstd_crc\x18\x0c \x01(\x07\x12&\n\x07\x66urther\x18\r \x03(\x0b\x32\x15.upr.v1.FurtherColumn\":\n\rFurtherColumn\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"C\n\x0e\x46\x61iloverRecord\x12\x13\n\x0b\x66\x61ilover_id\x18\x01 \x01(\x06\x12\r\n\x05seqno\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"Z\n\x07Problem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tretriable\x18\x02 \x01(\x08\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0c\n\x04hint\x18\x04 \x01(\t\x12\r\n\x05owner\x18\x05 \x01(\t\"\x95\x01\n\x07SetPart\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounted\x18\x03 \x01(\r\x12\x15\n\rowner_seconds\x18\x04 \x01(\x01\x12\x15\n\rowner_changes\x18\x05 \x01(\x04\x12\x14\n\x0c\x65tcd_seconds\x18\x06 \x01(\x01\x12\x15\n\rgrant_seconds\x18\x07 \x01(\x01\"G\n\x10RefusedPartition\x12\x11\n\tpartition\x18\x01 \x01(\r\x12 \n\x07problem\x18\x02 \x01(\x0b\x32\x0f.upr.v1.Problem*\xa1\x01\n\x0ePartitionState\x12\x1f\n\x1bPARTITION_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16PARTITION_STATE_ACTIVE\x10\x01\x12\x1b\n\x17PARTITION_STATE_REPLICA\x10\x02\x12\x1b\n\x17PARTITION_STATE_PENDING\x10\x03\x12\x18\n\x14PARTITION_STATE_DEAD\x10\x04*\xab\x01\n\nDurability\x12\x1a\n\x16\x44URABILITY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44URABILITY_MEMORY\x10\x01\x12\x13\n\x0f\x44URABILITY_DISK\x10\x02\x12\x1b\n\x17\x44URABILITY_REPLICATED_1\x10\x03\x12\x1b\n\x17\x44URABILITY_REPLICATED_2\x10\x04\x12\x1b\n\x17\x44URABILITY_REPLICATED_3\x10\x05*\xa4\x01\n\tStability\x12\x19\n\x15STABILITY_UNSPECIFIED\x10\x00\x12\x14\n\x10STABILITY_MEMORY\x10\x01\x12\x12\n\x0eSTABILITY_DISK\x10\x02\x12\x1a\n\x16STABILITY_REPLICATED_1\x10\x03\x12\x1a\n\x16STABILITY_REPLICATED_2\x10\x04\x12\x1a\n\x16STABILITY_REPLICATED_3\x10\x05\x42\x18\n\x06upr.v1P\x01Z\x0cupr/v1;uprv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,20 +32,22 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'upr.v1.types_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\006upr.v1P\001Z\014upr/v1;uprv1'
-  _globals['_PARTITIONSTATE']._serialized_start=631
-  _globals['_PARTITIONSTATE']._serialized_end=792
-  _globals['_DURABILITY']._serialized_start=795
-  _globals['_DURABILITY']._serialized_end=966
-  _globals['_STABILITY']._serialized_start=969
-  _globals['_STABILITY']._serialized_end=1133
+  _globals['_PARTITIONSTATE']._serialized_start=731
+  _globals['_PARTITIONSTATE']._serialized_end=892
+  _globals['_DURABILITY']._serialized_start=895
+  _globals['_DURABILITY']._serialized_end=1066
+  _globals['_STABILITY']._serialized_start=1069
+  _globals['_STABILITY']._serialized_end=1233
   _globals['_BLOCK']._serialized_start=31
-  _globals['_BLOCK']._serialized_end=242
-  _globals['_FAILOVERRECORD']._serialized_start=244
-  _globals['_FAILOVERRECORD']._serialized_end=311
-  _globals['_PROBLEM']._serialized_start=313
-  _globals['_PROBLEM']._serialized_end=403
-  _globals['_SETPART']._serialized_start=406
-  _globals['_SETPART']._serialized_end=555
-  _globals['_REFUSEDPARTITION']._serialized_start=557
-  _globals['_REFUSEDPARTITION']._serialized_end=628
+  _globals['_BLOCK']._serialized_end=282
+  _globals['_FURTHERCOLUMN']._serialized_start=284
+  _globals['_FURTHERCOLUMN']._serialized_end=342
+  _globals['_FAILOVERRECORD']._serialized_start=344
+  _globals['_FAILOVERRECORD']._serialized_end=411
+  _globals['_PROBLEM']._serialized_start=413
+  _globals['_PROBLEM']._serialized_end=503
+  _globals['_SETPART']._serialized_start=506
+  _globals['_SETPART']._serialized_end=655
+  _globals['_REFUSEDPARTITION']._serialized_start=657
+  _globals['_REFUSEDPARTITION']._serialized_end=728
 # @@protoc_insertion_point(module_scope)

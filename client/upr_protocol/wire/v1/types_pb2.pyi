@@ -3,8 +3,10 @@
 isort:skip_file
 Values shared by the services."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -132,7 +134,8 @@ Global___Stability: _TypeAlias = Stability  # noqa: Y015
 @_typing.final
 class Block(_message.Message):
     """A table of runs and one set of columns over all their rows, sorted by partition. All numbers in the bytes
-    fields are little-endian.
+    fields are little-endian. Besides the columns that every block has there may be further ones; who does not know
+    what one of them means carries its cells with their rows, or leaves it out.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -149,6 +152,7 @@ class Block(_message.Message):
     TABLE_CRC_FIELD_NUMBER: _builtins.int
     ZSTD_FIELD_NUMBER: _builtins.int
     ZSTD_CRC_FIELD_NUMBER: _builtins.int
+    FURTHER_FIELD_NUMBER: _builtins.int
     runs: _builtins.bytes
     """One record of 40 bytes a run, ascending by partition: partition uint32, count uint32, start_seqno uint64,
     end_seqno uint64, horizon uint64, commit time uint64 (microseconds since the epoch). The run tells all of
@@ -170,18 +174,27 @@ class Block(_message.Message):
     times: _builtins.bytes
     """Empty, or an int64 a row after a merge: each row's commit time in microseconds since the epoch."""
     columns_crc: _builtins.int
-    """CRC32C over the lengths of fields 2 to 8 as seven uint32, then their bytes in that order. Made by whoever
+    """CRC32C over the lengths of fields 2 to 8 as seven uint32, then their bytes in that order; then, for each of
+    field 13, its id and the lengths of its offsets and data as three uint32, and their bytes. Made by whoever
     made the columns and carried unchanged from the writer to the reader.
     """
     table_crc: _builtins.int
     """CRC32C over field 1."""
     zstd: _builtins.bytes
     """A compressed block leaves fields 2 to 8 out and has here their seven lengths as uint32, and behind them one
-    zstd frame of their bytes in that order. columns_crc is over what they are when decompressed. Only in stored
-    blocks, and in frames of a call whose Open says accept_zstd.
+    zstd frame of their bytes in that order. With further columns it leaves field 13 out too: an eighth length is
+    that of these fields as encoded, tags included, and they are behind the rest in the frame. Where there is none,
+    the frame's magic number follows the seventh length, which is larger than any length. columns_crc is over what
+    they are when decompressed. Only in stored blocks, and in frames of a call whose Open says accept_zstd.
     """
     zstd_crc: _builtins.int
     """CRC32C over columns_crc as uint32 and field 11; absent when that is."""
+    @_builtins.property
+    def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___FurtherColumn]:
+        """Further columns, ascending by id; none in a stream of keys only. Where blocks become one, rows of those that lack
+        a column get empty cells; a column whose cells are all empty may be left out.
+        """
+
     def __init__(
         self,
         *,
@@ -197,14 +210,45 @@ class Block(_message.Message):
         table_crc: _builtins.int = ...,
         zstd: _builtins.bytes = ...,
         zstd_crc: _builtins.int = ...,
+        further: _abc.Iterable[Global___FurtherColumn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns_crc", b"columns_crc", "key_offsets", b"key_offsets", "keys", b"keys", "ops", b"ops", "runs", b"runs", "seqnos", b"seqnos", "table_crc", b"table_crc", "times", b"times", "value_offsets", b"value_offsets", "values", b"values", "zstd", b"zstd", "zstd_crc", b"zstd_crc"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns_crc", b"columns_crc", "further", b"further", "key_offsets", b"key_offsets", "keys", b"keys", "ops", b"ops", "runs", b"runs", "seqnos", b"seqnos", "table_crc", b"table_crc", "times", b"times", "value_offsets", b"value_offsets", "values", b"values", "zstd", b"zstd", "zstd_crc", b"zstd_crc"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Block: _TypeAlias = Block  # noqa: Y015
+
+@_typing.final
+class FurtherColumn(_message.Message):
+    """One further column of a block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """1 to 16. None has a meaning yet."""
+    offsets: _builtins.bytes
+    """int32 a row and one more, as key_offsets. A row without a cell has an empty one; a cell is at most 64 KiB."""
+    data: _builtins.bytes
+    """All cells, end to end."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        offsets: _builtins.bytes = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "id", b"id", "offsets", b"offsets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FurtherColumn: _TypeAlias = FurtherColumn  # noqa: Y015
 
 @_typing.final
 class FailoverRecord(_message.Message):
