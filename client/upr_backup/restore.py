@@ -6,10 +6,12 @@ is its own. When all are written, each group is read back and compared with the 
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
+
+import pyarrow.compute as pc
 
 from upr_backup.errors import NotEmptyError, RepositoryDamagedError
 from upr_backup.repository import Storage
@@ -36,8 +38,10 @@ from upr_client import Client
 from upr_client.arrow import blocks
 from upr_client.lowlevel import write_blocks
 from upr_client.types import Bucket
+from upr_protocol.block import Block
 from upr_protocol.errors import UprError
 from upr_protocol.limits import PARTITIONS
+from upr_protocol.wire.cells import blocks_with_cells, unpack_cells
 
 _FOLDER = "journal/"
 
@@ -155,6 +159,15 @@ def _read(storage: Storage, name: str) -> Json | None:
     except (FileNotFoundError, RepositoryDamagedError):
         # Without it a group is written once more.
         return None
+
+
+def _blocks(rows: Any) -> Iterator[Block]:
+    """Build the blocks that write a state: rows with further cells in blocks of their own."""
+    with_cells = pc.is_valid(rows.column("further"))
+    plain, others = rows.filter(pc.invert(with_cells)), rows.filter(with_cells)
+    yield from blocks(plain.column("key"), plain.column("value"))
+    keys, values, cells = (others.column(n).to_pylist() for n in ("key", "value", "further"))
+    yield from blocks_with_cells(keys, values, [unpack_cells(packed) for packed in cells])
 
 
 Verified = Literal["equal", "contained", "not verified"]
@@ -370,8 +383,7 @@ class Restore:
         rows = table if self.into_non_empty else alive
         ends = {p: self._highs.get(p, 0) for p in group}
         if rows.num_rows:
-            written_blocks = blocks(rows.column("key"), rows.column("value"))
-            for partition, _, end, _ in write_blocks(self.bucket, written_blocks).runs:
+            for partition, _, end, _ in write_blocks(self.bucket, _blocks(rows)).runs:
                 ends[partition] = end
         return _counted(table), ends
 

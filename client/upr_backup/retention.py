@@ -42,7 +42,7 @@ from upr_backup.repository.repository import (
     Repository,
     number_in,
 )
-from upr_backup.rows import RowsWriter, check_files, grouped, in_order, state
+from upr_backup.rows import LateCellsError, RowsWriter, check_files, grouped, in_order, state
 
 
 def beginning(chain: Chain, oldest: int) -> int | None:
@@ -262,15 +262,22 @@ class FileFold:
         self._checked: set[FileRef] = set()
 
     def __call__(
-        self, counted: Mapping[int, Sequence[Segment]], sizes: Mapping[int, int], path: str
+        self,
+        counted: Mapping[int, Sequence[Segment]],
+        sizes: Mapping[int, int],
+        path: str,
+        *,
+        wide: bool = False,
     ) -> Folded:
         self._check({part.file for parts in counted.values() for part in parts})
-        writer = RowsWriter(self._storage, path)
+        writer = RowsWriter(self._storage, path, wide=wide)
         try:
             for group in grouped({p: sizes[p] for p in counted}, _GROUP_BYTES):
                 self._keep()
                 self._add(writer, state(self._storage, {p: counted[p] for p in group}))
             file = writer.finish()
+        except LateCellsError:
+            return self(counted, sizes, path, wide=True)
         finally:
             writer.close()
         if file is not None:

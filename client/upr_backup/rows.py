@@ -7,6 +7,7 @@ partitions that fit into memory, and what a bucket holds is folded as it comes.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -30,11 +31,19 @@ from upr_backup.repository.documents import MICROS_MAX, FileRef, Manifest
 from upr_backup.repository.repository import Repository
 from upr_client import Only, Tuning
 from upr_client.arrow import record_batch
+from upr_client.changes.events import ChangeBatch
 from upr_client.changes.options import Pinned
 from upr_client.errors import RollbackError
 from upr_client.types import Bucket
-from upr_protocol.limits import KEY_BYTES_MAX, PARTITIONS, VALUE_BYTES_MAX
+from upr_protocol.limits import (
+    CELL_BYTES_MAX,
+    FURTHER_COLUMNS_MAX,
+    KEY_BYTES_MAX,
+    PARTITIONS,
+    VALUE_BYTES_MAX,
+)
 from upr_protocol.partitioning import partition_of, partitions_of
+from upr_protocol.wire.cells import block_cells, pack_cells
 
 SCHEMA: Final = pa.schema(
     [
@@ -44,9 +53,13 @@ SCHEMA: Final = pa.schema(
         ("key", pa.binary()),
         ("value", pa.binary()),
         ("time", pa.timestamp("us", tz="UTC")),
+        ("further", pa.binary()),
     ]
 )
-"""Of every data file. op is "set" or "delete"; value is null for a delete; time is that of the commit."""
+"""Of rows. op is "set" or "delete"; value is null for a delete; time is that of the commit; further are the row's cells of
+further columns, see ``upr_protocol.wire.cells``, null without any."""
+_NARROW: Final = SCHEMA.remove(SCHEMA.get_field_index("further"))
+"""Of a data file without such cells, which earlier releases read too."""
 
 _FLUSH_BYTES: Final = 32 * 2**20
 _ROW_GROUP_ROWS: Final = 65_536
@@ -60,7 +73,8 @@ _FILLED: Final = ("partition", "seqno", "op", "key")
 _PLAIN: Final = frozenset({"PLAIN", "RLE", "BIT_PACKED"})
 _OP_BYTES: Final = 1024
 """Of a row group's column op, besides two bits a row."""
-_ROW_BYTES_MAX: Final = VALUE_BYTES_MAX + KEY_BYTES_MAX + 4096
+_CELLS_BYTES_MAX: Final = FURTHER_COLUMNS_MAX * (CELL_BYTES_MAX + 16)
+_ROW_BYTES_MAX: Final = VALUE_BYTES_MAX + KEY_BYTES_MAX + _CELLS_BYTES_MAX + 4096
 """Of one row as Parquet, with what describes its page."""
 _ROW_GROUP_BYTES_MAX: Final = _TAKEN_BYTES + _ROW_GROUP_ROWS * KEY_BYTES_MAX + _ROW_BYTES_MAX
 """Of the largest row group that is ever written: that of a merged base, whose values are bounded and whose keys are few."""
@@ -68,15 +82,23 @@ _ROW_GROUP_BYTES_MAX: Final = _TAKEN_BYTES + _ROW_GROUP_ROWS * KEY_BYTES_MAX + _
 I64 = npt.NDArray[np.int64]
 
 
+class LateCellsError(Exception):
+    """Rows with cells of further columns came when the file was begun without them: it is gone, and is begun anew."""
+
+
 class RowsWriter:
     """Writes the rows of some partitions into one new data file.
 
+    Args:
+        wide: whether it is written with further cells whatever the first rows have; see LateCellsError.
+
     Attributes:
-        rows, data_bytes: by partition, how many rows and bytes of keys and values; int64, shape (1024,).
+        rows, data_bytes: by partition, how many rows and bytes of keys, values and cells; int64, shape (1024,).
     """
 
-    def __init__(self, storage: Storage, path: str) -> None:
+    def __init__(self, storage: Storage, path: str, *, wide: bool = False) -> None:
         self._storage = storage
+        self._wide = wide
         self._path = path
         self._gathered: list[Any] = []
         self._gathered_bytes = 0
@@ -85,22 +107,24 @@ class RowsWriter:
         self.rows: I64 = np.zeros(PARTITIONS, np.int64)
         self.data_bytes: I64 = np.zeros(PARTITIONS, np.int64)
 
-    def add(self, batch: Any) -> None:
-        """Add a record batch of ``upr_client.arrow.schema()``."""
+    def add(self, changes: ChangeBatch) -> None:
+        """Add changes."""
+        batch = record_batch(changes)
         op = pc.if_else(batch.column("deleted"), "delete", "set")
         columns = [batch.column(name) for name in ("key", "value", "time")]
         first = [batch.column("partition"), batch.column("seqno"), op]
-        self.add_rows(pa.RecordBatch.from_arrays([*first, *columns], schema=SCHEMA))
+        further = pa.nulls(batch.num_rows, pa.binary())
+        if any(block.further for block in changes.blocks):
+            cells = chain.from_iterable(map(block_cells, changes.blocks))
+            further = pa.array(map(pack_cells, cells), pa.binary())
+        self.add_rows(pa.RecordBatch.from_arrays([*first, *columns, further], schema=SCHEMA))
 
     def add_rows(self, batch: Any) -> None:
-        """Add a record batch of ``SCHEMA``."""
+        """Add a record batch of ``SCHEMA``; LateCellsError when it was to be wide."""
         if not batch.num_rows:
             return
         partitions = batch.column("partition").to_numpy()
-        lengths = pc.add(
-            pc.binary_length(batch.column("key")),
-            pc.fill_null(pc.binary_length(batch.column("value")), 0),
-        ).to_numpy()
+        lengths = _lengths(batch.column("key")) + _rest_lengths(batch)
         self.rows += np.bincount(partitions, minlength=PARTITIONS)
         # Sums of 64-bit floats are exact up to 2^53, which is far above the bytes of one batch.
         self.data_bytes += np.bincount(partitions, lengths, PARTITIONS).astype(np.int64)
@@ -115,16 +139,26 @@ class RowsWriter:
         table = pa.Table.from_batches(self._gathered).combine_chunks()
         self._gathered, self._gathered_bytes = [], 0
         order = pc.sort_indices(table, [("partition", "ascending"), ("seqno", "ascending")])
+        if table.column("further").null_count < len(table) and not self._wide:
+            if self._writer is not None:
+                self._writer.close()
+                self.close()
+                self._storage.delete(self._path)
+                raise LateCellsError
+            self._wide = True
+        kept = SCHEMA if self._wide else _NARROW
         if self._writer is None:
             self._sink = self._storage.create(self._path)
             self._writer = pq.ParquetWriter(
                 pa.PythonFile(self._sink, mode="w"),
-                SCHEMA,
+                kept,
                 compression="zstd",
                 use_dictionary=["op"],
                 write_page_checksum=True,
             )
-        self._writer.write_table(table.take(order), row_group_size=_ROW_GROUP_ROWS)
+        self._writer.write_table(
+            table.take(order).select(kept.names), row_group_size=_ROW_GROUP_ROWS
+        )
 
     def finish(self) -> FileRef | None:
         """Make the file durable; None when there was no row, and then there is no file."""
@@ -161,6 +195,9 @@ def read_rows(storage: Storage, file: FileRef, partitions: Iterable[int]) -> Ite
                 for batch in parquet.iter_batches(_READ_ROWS, [index], use_threads=False):
                     if any(batch.column(name).null_count for name in _FILLED):
                         raise RepositoryDamagedError(f"{file.path} has rows with holes")
+                    if parquet.schema_arrow == _NARROW:
+                        columns = [*batch.columns, pa.nulls(batch.num_rows, pa.binary())]
+                        batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
                     yield batch.filter(pc.is_in(batch.column("partition"), wanted))
     except _DAMAGE as error:
         if not is_damage(error):
@@ -172,7 +209,7 @@ def read_rows(storage: Storage, file: FileRef, partitions: Iterable[int]) -> Ite
 def _check_parquet(parquet: Any, file: FileRef) -> None:
     """Check that a file can be one of ours before anything of it is unpacked: a few bytes may unpack to many."""
     metadata = parquet.metadata
-    if parquet.schema_arrow != SCHEMA:
+    if parquet.schema_arrow not in (SCHEMA, _NARROW):
         raise RepositoryDamagedError(f"{file.path} has other columns")
     if metadata.num_rows != file.rows:
         raise RepositoryDamagedError(
@@ -187,7 +224,7 @@ def _check_parquet(parquet: Any, file: FileRef) -> None:
                 f"must be at most {most}"
             )
         # A value that is stored once and meant for each row would unpack to more than that.
-        for at, name in enumerate(SCHEMA.names):
+        for at, name in enumerate(parquet.schema_arrow.names):
             column = group.column(at)
             if name == "op":
                 fits = column.total_uncompressed_size <= group.num_rows // 4 + _OP_BYTES
@@ -197,6 +234,18 @@ def _check_parquet(parquet: Any, file: FileRef) -> None:
                 raise RepositoryDamagedError(
                     f"{file.path}: the column {name} is not stored as here"
                 )
+
+
+def _lengths(column: Any) -> I64:
+    """Return the bytes of each cell of a binary column, 0 for null."""
+    lengths = pc.fill_null(pc.binary_length(column), 0).to_numpy()
+    found: I64 = lengths.astype(np.int64)
+    return found
+
+
+def _rest_lengths(table: Any) -> I64:
+    """Return the bytes of each row's value and further cells."""
+    return _lengths(table.column("value")) + _lengths(table.column("further"))
 
 
 def _overlaps(statistics: Any, low: int, high: int) -> bool:
@@ -283,16 +332,15 @@ def takeable(table: Any) -> Any:
 
 
 def in_order(table: Any, order: Any, rows: int) -> Iterable[Any]:
-    """Yield a table's rows in another order, in tables of so many rows, or of one GiB of values.
+    """Yield a table's rows in another order, in tables of so many rows, or of one GiB of values and cells.
 
     Args:
-        table: with a column value, binary.
+        table: with columns value and further, binary.
         order: the rows' numbers, an array.
         rows: 1 or more.
     """
     schema, source = table.schema, takeable(table)
-    lengths = pc.fill_null(pc.binary_length(table.column("value")), 0).to_numpy()
-    ends = np.cumsum(lengths.astype(np.int64)[order.to_numpy()])
+    ends = np.cumsum(_rest_lengths(table)[order.to_numpy()])
     first = 0
     while first < len(order):
         floor = int(ends[first - 1]) if first else 0

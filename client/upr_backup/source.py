@@ -11,11 +11,10 @@ from upr_backup.errors import HistoryChangedError, RepositoryDamagedError, Repos
 from upr_backup.repository import Storage, open_storage
 from upr_backup.repository.documents import Entry, RolledBack, canonical, sha256
 from upr_backup.repository.repository import Repository
-from upr_backup.rows import RowsWriter
+from upr_backup.rows import LateCellsError, RowsWriter
 from upr_backup.task import Task, TaskResult, stage_read
 from upr_client import Client, MemoryPositions, Only, Position, Rollback, Tuning
 from upr_client.admin import CutInfo
-from upr_client.arrow import record_batch
 from upr_client.errors import CutNotFoundError, SnapshotGoneError
 from upr_client.types import Bucket
 from upr_protocol.errors import PositionDamagedError, UnavailableError, UprError
@@ -141,6 +140,8 @@ def read_group(
     task: Task,
     path: str,
     progress: Callable[[int], Any],
+    *,
+    wide: bool = False,
 ) -> TaskResult:
     """Read partitions up to their cut into a new data file.
 
@@ -150,18 +151,21 @@ def read_group(
         task: which partitions, from where and to where.
         path: the file's name.
         progress: called with the rows read since the last call.
+        wide: whether the file has further cells whatever the first rows have.
 
     Raises:
         HistoryChangedError: the cut is gone, or the server rolled back what was being read.
         UprError: the server failed.
         OSError: the storage failed.
     """
-    writer = RowsWriter(storage, path)
+    writer = RowsWriter(storage, path, wide=wide)
     try:
         rollbacks, reached = _read(bucket, writer, task, progress)
         file = writer.finish()
     except (SnapshotGoneError, CutNotFoundError) as error:
         raise HistoryChangedError(f"the cut is gone: {error.message}") from error
+    except LateCellsError:
+        return read_group(bucket, storage, task, path, progress, wide=True)
     finally:
         writer.close()
     last = {rollback.partition: rollback for rollback in rollbacks}
@@ -212,7 +216,7 @@ def _read(
                 rollbacks.append(_checked(batch, stays[batch.partition]))
                 stays[batch.partition] = batch.seqno
                 continue
-            writer.add(record_batch(batch))
+            writer.add(batch)
             progress(batch.rows)
         reached = changes.positions()
     short = [p for p, pin in task.cut.pins.items() if reached[p].seqno != pin.seqno]

@@ -99,7 +99,7 @@ class Handmade:
             partition = partition_of(key)
             ends[partition] += 1
             op = "delete" if value is None else "set"
-            columns.append((partition, ends[partition], op, key, value, BEGIN + number))
+            columns.append((partition, ends[partition], op, key, value, BEGIN + number, None))
         writer = RowsWriter(storage, self.repository.new_data_name(number))
         if columns:
             by_column = list(zip(*columns, strict=True))

@@ -317,7 +317,8 @@ def test_rows_are_taken_of_tables_beyond_the_reach_of_offsets(
     monkeypatch.setattr("upr_backup.rows._OFFSETS_BYTES", offsets)
     monkeypatch.setattr("upr_backup.rows._TAKEN_BYTES", 20)
     values = [None, *(b"%07d" % n for n in range(9)), b"x" * 50, b"y"]
-    table = pa.table({"value": pa.chunked_array([values[:4], values[4:]], pa.binary())})
+    columns = {"value": pa.chunked_array([values[:4], values[4:]], pa.binary())}
+    table = pa.table({**columns, "further": pa.nulls(len(values), pa.binary())})
     assert takeable(table).schema.field("value").type == (
         pa.large_binary() if offsets == 10 else pa.binary()
     )

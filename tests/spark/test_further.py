@@ -1,0 +1,108 @@
+"""Cells of further columns through backups: written, merged and restored beside their rows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.harness import RunningServer
+from tests.raw import cells_for, check_cells, with_cells
+from tests.spark.restoring import Rows, State, taken, upr_backup
+from upr_backup import retention, source
+from upr_backup import rows as rows_module
+from upr_backup.rows import RowsWriter
+from upr_client import Client
+from upr_client.lowlevel import build_block, write_blocks
+from upr_protocol.partitioning import partition_of
+
+
+def value_of(key: bytes, turn: int, *, plain: bool, size: int = 0) -> bytes:
+    """Return a value with which a key has no cells, or some, in tests."""
+    found = (b"%d %d" % (turn, number) + bytes(size) for number in range(1000))
+    return next(value for value in found if plain == (not cells_for(key, value)))
+
+
+def written(target: str, state: State, rows: Rows) -> None:
+    """Write rows with their cells in tests, and keep what is there then."""
+    block = with_cells(build_block([k for k, _ in rows], [v for _, v in rows]))
+    with Client(target) as client:
+        write_blocks(client.bucket(), [block])
+    for key, value in rows:
+        if value is None:
+            state.pop(key, None)
+        else:
+            state[key] = value
+
+
+def held(target: str, name: str) -> tuple[State, int]:
+    """Return what a bucket holds, and how many cells; each row must have its own."""
+    state: dict[bytes, Any] = {}
+    cells = 0
+    with Client(target) as client, client.bucket(name).changes(until="now") as changes:
+        for batch in changes.batches():
+            cells += sum(map(check_cells, batch.blocks))
+            state.update(batch.items())
+    return state, cells
+
+
+def columns(repository: Path) -> list[int]:
+    """Return how many columns the data files have, oldest first."""
+    files = sorted(repository.glob("data/*/*.parquet"))
+    return [len(pq.read_schema(file).names) for file in files]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_cells_are_restored_beside_their_rows(
+    server_process: Callable[..., RunningServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    late: bool,
+) -> None:
+    begun: list[bool] = []
+
+    def writer(*arguments: Any, wide: bool) -> RowsWriter:
+        begun.append(wide)
+        return RowsWriter(*arguments, wide=wide)
+
+    monkeypatch.setattr(retention, "RowsWriter", writer)
+    monkeypatch.setattr(source, "RowsWriter", writer)
+    if late:
+        # Files are begun before the rows with cells come.
+        monkeypatch.setattr(rows_module, "_FLUSH_BYTES", 1)
+        monkeypatch.setattr(retention, "_TAKE_ROWS", 10)
+    server = server_process()
+    repository = tmp_path / "repository"
+    assert upr_backup(repository, "init", "--target", server.target).exit_code == 0
+    state: State = {}
+    keys = sorted([b"key %d" % n for n in range(400)], key=partition_of)
+    plain, others = keys[:300], keys[300:]
+    written(server.target, state, [(key, value_of(key, 0, plain=True)) for key in keys])
+    taken(repository, "--processes", "1")
+    # A file without cells is as it always was: earlier releases read it.
+    assert columns(repository) == [6]
+    for part in (plain[:150], plain[150:]):
+        rows: Rows = [(key, value_of(key, 1, plain=True, size=5000)) for key in part]
+        written(server.target, state, rows)
+    written(server.target, state, [(key, value_of(key, 1, plain=False)) for key in others])
+    taken(repository, "--processes", "1")
+    assert columns(repository) == [6, 7]
+    assert begun == [False, False, True] if late else [False, False]
+    written(server.target, state, [(key, None) for key in keys[::9]])
+    written(server.target, state, [(key, value_of(key, 2, plain=False)) for key in others[1::9]])
+    taken(repository, "--processes", "1")
+    for number, merge in enumerate((False, True)):
+        if merge:
+            begun.clear()
+            assert upr_backup(repository, "merge", "--to", "3").exit_code == 0
+            assert begun == [False, True] if late else [False]
+            assert (upr_backup(repository, "verify", "--full")).exit_code == 0
+        name = f"restored {number}"
+        with Client(server.target) as client:
+            client.admin.create_bucket(name)
+        done = upr_backup(repository, "restore", "--target", server.target, "--bucket", name)
+        assert done.exit_code == 0, done.stderr
+        found, cells = held(server.target, name)
+        assert {key: value for key, value in found.items() if value is not None} == state
+        assert cells == sum(len(cells_for(*row)) for row in state.items()) > 100
