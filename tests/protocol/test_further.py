@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.raw import all_cells, all_rows, cells_for, check_cells, with_cells
 from upr_client.testing.memory import run_block
-from upr_client.writing import write_request
+from upr_client.writes import write_request
 from upr_protocol.block import (
     Block,
     FurtherColumn,
