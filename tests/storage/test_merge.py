@@ -1,5 +1,6 @@
 """Merging for the store, against a fold of the rows."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from upr.storage import compact
 from upr.storage.blocks import Encoded, cells_of
 from upr.storage.compact import FlushSlice, chunks_of, make_chunk, merge_slice, plan_slices
 from upr_client.testing.memory import run_block
-from upr_protocol.block import Block, build_block, make_runs
+from upr_protocol.block import Block, FurtherColumn, build_block, make_runs, sealed
 from upr_protocol.wire.codec import decode_block, encode_block
 
 KEYS = [b"k%d" % i for i in range(12)]
@@ -133,6 +134,29 @@ def test_what_is_larger_than_a_block_becomes_a_stretch(monkeypatch: pytest.Monke
     assert sum(map(check_cells, found)) > 10
     # Offsets have one more number than rows, twice, and in two further columns.
     assert all(block.column_bytes <= 216 or block.rows == 1 for block in found)
+
+
+def test_cells_that_few_rows_have_take_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", 2**16)
+    rows = 2**16
+    plain = build_block([b"%d" % row for row in range(rows)], [b""] * rows, np.zeros(rows, "u4"))
+    cells = b"".join(end.to_bytes(4, "little") for end in (0, 1)), b"c"
+    one = build_block([b"k"], [b""], np.zeros(1, "u4"))
+    one = replace(one, further=tuple(FurtherColumn(id_, *cells) for id_ in range(1, 17)))
+    counts = []
+    for block in (one, replace(one, further=())):
+        first, last = plain.runs.copy(), block.runs.copy()
+        first["end_seqno"] = first["horizon"] = last["start_seqno"] = rows
+        last["end_seqno"] = last["horizon"] = rows + 1
+        written = [sealed(replace(plain, runs=first)), sealed(replace(block, runs=last))]
+        chunk = make_chunk([Encoded(w.runs, encode_block(w)) for w in written])
+        assert sum(part.nbytes for both in chunk.further.values() for part in both) < 1000
+        merged = merge_slice([chunk], FlushSlice(0, 1024, 0, 1), np.zeros(1024, np.uint64))
+        found = [decode_block(data) for _, _, data in merged.blocks]
+        assert [len(block.further) for block in found[:-1]] == [0] * (len(found) - 1)
+        assert len(found[-1].further) == len(block.further)
+        counts.append(len(found))
+    assert counts[0] <= counts[1] + 1, "rows without cells have no room taken from them"
 
 
 def test_one_large_partition_is_stored_in_several_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from upr.storage import keyspace
-from upr_protocol.block import I64, RUN, U32, U64, Runs, make_runs, side_by_side, with_cells
+from upr_protocol.block import I64, RUN, U32, U64, FurtherColumn, Runs, make_runs
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, RUN_SPAN_MAX
 from upr_protocol.wire.codec import (
@@ -350,6 +350,10 @@ SEQNOS, OPS, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES, TIMES = range(2, 9)
 _FURTHER = 13
 ABSENT = (0, 0)
 
+Sparse = tuple[I64, Any]
+"""Cells of a further column that are not empty: their rows, ascending, and an Arrow binary array. Most rows have none, and
+offsets for all of them, in 16 columns, would take many times what was written."""
+
 
 @dataclass(slots=True)
 class Encoded:
@@ -413,17 +417,34 @@ def cells_of(opened: Sequence[Columns], field: int, data_field: int) -> Any:
     return binary_cells(offsets, b"".join([column_of(columns, data_field) for columns in opened]))
 
 
-def further_cells(opened: Sequence[Columns], rows: I64) -> dict[int, Any]:
-    """Return the cells of further columns of several blocks as one Arrow array each, by id; ``rows`` are those of each."""
+def further_cells(opened: Sequence[Columns], rows: I64) -> dict[int, Sparse]:
+    """Return the cells of further columns of several blocks by id; ``rows`` are those of each."""
+    found: dict[int, list[Sparse]] = {}
     if not any([_FURTHER in spans for _, spans in opened]):
         return {}
-    told = list(zip(map(further_in, opened), rows.tolist(), strict=True))
-    return {
-        id_: pa.concat_arrays(
-            [binary_cells(np.frombuffer(one.offsets, "<i4"), one.data) for one in columns]
-        )
-        for id_, columns in side_by_side(told)
-    }
+    firsts = np.cumsum(rows) - rows
+    for columns, first in zip(opened, firsts.tolist(), strict=True):
+        for one in further_in(columns):
+            offsets = np.frombuffer(one.offsets, "<i4")
+            own = np.flatnonzero(offsets[1:] > offsets[:-1])
+            if len(own):
+                # Between two cells that are not empty there are only empty ones.
+                cells = binary_cells(np.append(offsets[own], offsets[-1:]), one.data)
+                found.setdefault(one.id, []).append((first + own, cells))
+    return joined_cells(found)
+
+
+def joined_cells(found: Mapping[int, Sequence[Sparse]]) -> dict[int, Sparse]:
+    """Return the parts of columns as one each, by id, ascending; no two parts have a row in common."""
+    joined = {}
+    for id_, parts in sorted(found.items()):
+        rows = np.concatenate([own for own, _ in parts])
+        cells = pa.concat_arrays([own for _, own in parts])
+        if (rows[1:] < rows[:-1]).any():
+            order = np.argsort(rows)
+            rows, cells = rows[order], cells.take(pa.array(order))
+        joined[id_] = rows, cells
+    return joined
 
 
 def keys_of(*blocks: Encoded) -> Any:
@@ -557,7 +578,7 @@ class SortedRows:
     Args:
         keys, values: Arrow binary arrays.
         hashes: of the keys. ops: uint8. seqnos: uint64. times: int64, microseconds.
-        further: by id, ascending, cells as Arrow binary arrays.
+        further: cells of further columns by id, ascending.
     """
 
     def __init__(
@@ -568,18 +589,13 @@ class SortedRows:
         ops: npt.NDArray[np.uint8],
         seqnos: U64,
         times: I64,
-        further: Mapping[int, Any],
+        further: Mapping[int, Sparse],
     ) -> None:
         self._key_offsets, self._keys = raw_cells(keys)
         self._value_offsets, self._values = raw_cells(values)
         self._hashes, self._ops, self._times = hashes, ops, times
         self.seqnos = seqnos
-        self._further = {id_: raw_cells(cells) for id_, cells in further.items()}
-        # Bytes of the cells of further columns, and of their offsets, before each row; 0 without any.
-        self._further_ends: I64 | None = None
-        if further:
-            ends = 4 * len(further) * np.arange(len(seqnos) + 1)
-            self._further_ends = sum([offsets for offsets, _ in self._further.values()], ends)
+        self._further = [(id_, rows, *raw_cells(cells)) for id_, (rows, cells) in further.items()]
 
     def stretch(self, rows: tuple[int, int], run: tuple[int, int, int, int]) -> list[Piece]:
         """Return a partition's pieces: one, or a stretch of several that share the horizon."""
@@ -601,15 +617,22 @@ class SortedRows:
     def _fit(self, first: int, last: int) -> int:
         """Return the end row of a block that begins at a row and fits BLOCK_COLUMN_BYTES."""
         keys, values = self._key_offsets, self._value_offsets
-        whole = keys[last] - keys[first] + values[last] - values[first] + 21 * (last - first)
-        more = self._further_ends
-        if more is not None:
-            whole += more[last] - more[first]
+        # More rows do not fit, whatever they have.
+        last = min(last, first + BLOCK_COLUMN_BYTES // 21 + 1)
+        cells = [(*np.searchsorted(o[1], (first, last)), o[1], o[2]) for o in self._further]
+        cells = [one for one in cells if one[0] < one[1]]
+        each = 21 + 4 * len(cells)
+        whole = keys[last] - keys[first] + values[last] - values[first] + each * (last - first)
+        whole += sum([offsets[high] - offsets[low] for low, high, _, offsets in cells])
         if whole <= BLOCK_COLUMN_BYTES:
             return last
-        size = keys[first : last + 1] + values[first : last + 1] + 21 * np.arange(last - first + 1)
-        if more is not None:
-            size += more[first : last + 1]
+        counts = np.arange(last - first + 1)
+        size = keys[first : last + 1] + values[first : last + 1] + 21 * counts
+        for low, high, rows, offsets in cells:
+            own = rows[low:high] - first
+            size += np.cumsum(_spread(own, offsets[low : high + 1], last - first))
+            # A block has offsets of a column for all its rows, as soon as one of them has a cell.
+            size += np.where(counts > own[0], 4 * counts, 0)
         cut = first + int(np.searchsorted(size, size[0] + BLOCK_COLUMN_BYTES, side="right")) - 1
         return min(max(cut, first + 1), last)
 
@@ -640,8 +663,8 @@ class SortedRows:
         bounds = np.append(firsts, len(self.seqnos))
         keys, values = self._key_offsets[bounds].tolist(), self._value_offsets[bounds].tolist()
         further = [
-            (id_, _edges(offsets, firsts, counts), offsets[bounds].tolist(), data)
-            for id_, (offsets, data) in self._further.items()
+            (id_, rows, offsets, data, np.searchsorted(rows, bounds).tolist())
+            for id_, rows, offsets, data in self._further
         ]
         blocks: list[tuple[int, int, bytes]] = []
         hashes: list[bytes] = []
@@ -661,9 +684,12 @@ class SortedRows:
                     bytes(self._values[values[i] : values[i + 1]]),
                     times_of_rows[8 * first : 8 * last] if own_times else b"",
                 ),
-                with_cells(
-                    (id_, edges[cells], bytes(data[at[i] : at[i + 1]]))
-                    for id_, edges, at, data in further
+                tuple(
+                    [
+                        _column(id_, rows[a:b] - first, offsets[a : b + 1], data, piece.rows)
+                        for id_, rows, offsets, data, at in further
+                        if (a := at[i]) < (b := at[i + 1])
+                    ]
                 ),
             )
             mine = self._hashes[first:last]
@@ -681,6 +707,19 @@ def _edges(offsets: I64, firsts: I64, counts: I64) -> bytes:
     rows = np.arange(entries.sum()) - np.repeat(np.arange(len(counts)), entries)
     own: I64 = offsets[rows] - np.repeat(offsets[firsts], entries)
     return own.astype("<i4").tobytes()
+
+
+def _spread(rows: I64, offsets: I64, count: int) -> I64:
+    """Return 0, and the length of the cell of each of ``count`` rows, of cells that only some of them have."""
+    lengths = np.zeros(count + 1, np.int64)
+    lengths[rows + 1] = np.diff(offsets)
+    return lengths
+
+
+def _column(id_: int, rows: I64, offsets: I64, data: memoryview, count: int) -> FurtherColumn:
+    """Return the column of a block of ``count`` rows, of cells that only some of them have."""
+    edges = np.cumsum(_spread(rows, offsets, count))
+    return FurtherColumn(id_, edges.astype("<i4").tobytes(), bytes(data[offsets[0] : offsets[-1]]))
 
 
 def raw_cells(array: Any) -> tuple[I64, memoryview]:

@@ -40,12 +40,13 @@ from upr.storage.blocks import (
     Piece,
     Replacement,
     SortedRows,
-    binary_cells,
+    Sparse,
     cells_of,
     checked,
     column_of,
     further_cells,
     hashes_of,
+    joined_cells,
     joined_runs,
     key_hashes,
     keys_of,
@@ -122,7 +123,7 @@ class Chunk:
         runs: the run tables of the blocks, end to end.
         keys: Arrow binary array.
         hashes: of the keys. ops: uint8. seqnos: uint64. times: int64, microseconds.
-        further: cells of further columns by id, as they came; see ``values``.
+        further: cells of further columns by id, of the rows as they came; see ``cells``.
     """
 
     bounds: I64
@@ -134,24 +135,36 @@ class Chunk:
     ops: npt.NDArray[np.uint8]
     seqnos: U64
     times: I64
-    further: dict[int, Any]
+    further: dict[int, Sparse]
     _values: Any
     _places: I64
 
-    def values(self, rows: I64, further: int = 0) -> Any:
-        """Return the values of some rows, or their cells of a further column, an Arrow binary array.
+    def values(self, rows: I64) -> Any:
+        """Return the values of some rows, an Arrow binary array.
 
         They are not sorted with the rest: most may be of rows that are superseded.
         """
-        cells = self.further.get(further) if further else self._values
-        if cells is None:
-            return binary_cells(np.zeros(len(rows) + 1, np.int32), b"")
-        return _taken(cells, self._places[rows])
+        return _taken(self._values, self._places[rows])
+
+    def cells(self, rows: I64) -> dict[int, Sparse]:
+        """Return the cells of further columns of some rows, by id and by their places among these."""
+        found: dict[int, Sparse] = {}
+        for id_, (own, cells) in self.further.items():
+            at = np.searchsorted(own, self._places[rows])
+            at[at == len(own)] = 0
+            there = np.flatnonzero(own[at] == self._places[rows])
+            if len(there):
+                found[id_] = there, _taken(cells, at[there])
+        return found
 
     def column_bytes(self) -> I64:
         """Return the approximate bytes of each partition's rows and runs, shape (1024,); 0 only without a run."""
         rows = max(len(self.seqnos), 1)
-        columns = (self.keys, self._values, *self.further.values())
+        columns = (
+            self.keys,
+            self._values,
+            *[part for one in self.further.values() for part in one],
+        )
         each = sum([column.nbytes for column in columns]) / rows + 17
         runs = np.bincount(self.runs["partition"], minlength=PARTITIONS) * RUN.itemsize
         sizes: I64 = (np.diff(self.bounds) * each).astype(np.int64) + runs
@@ -345,7 +358,6 @@ def merge_slice(
     sorting = _by_number(partitions[rows])
     order = rows[sorting]
     merged.rows = len(order)
-    ids = set[int]().union(*[c.further for c, _, _ in used])
     sorted_rows = SortedRows(
         _taken(keys, order),
         hashes[order],
@@ -353,7 +365,7 @@ def merge_slice(
         ops[order],
         seqnos[order],
         times[order],
-        {id_: _values_of(used, rows, sorting, id_) for id_ in sorted(ids)},
+        _cells_of(used, order),
     )
     bounds = np.searchsorted(partitions[order], np.arange(part.first, part.last + 1))
     ends = np.max([c.ends for c, _, _ in used], axis=0)
@@ -384,19 +396,31 @@ def merge_slice(
     return merged
 
 
-def _values_of(
-    used: Sequence[tuple[Chunk, int, int]], rows: I64, sorting: I64, further: int = 0
-) -> Any:
-    """Return the values, or cells, of rows, ascending and counted through the parts of the chunks, in the order of a sorting."""
+def _values_of(used: Sequence[tuple[Chunk, int, int]], rows: I64, sorting: I64) -> Any:
+    """Return the values of rows, ascending and counted through the parts of the chunks, in the order of a sorting."""
     if len(used) == 1:
         ((chunk, low, _),) = used
-        return chunk.values(rows[sorting] + low, further)
+        return chunk.values(rows[sorting] + low)
     found, first = [], 0
     for chunk, low, high in used:
         own = slice(*np.searchsorted(rows, (first, first + high - low)))
-        found.append(chunk.values(rows[own] - first + low, further))
+        found.append(chunk.values(rows[own] - first + low))
         first += high - low
     return _taken(pa.concat_arrays(found), sorting)
+
+
+def _cells_of(used: Sequence[tuple[Chunk, int, int]], rows: I64) -> dict[int, Sparse]:
+    """Return the cells of further columns of rows, in any order and counted through the parts of the chunks."""
+    found: dict[int, list[Sparse]] = {}
+    first = 0
+    for chunk, low, high in used:
+        last = first + high - low
+        if chunk.further:
+            own = np.flatnonzero((rows >= first) & (rows < last))
+            for id_, (places, cells) in chunk.cells(rows[own] - first + low).items():
+                found.setdefault(id_, []).append((own[places], cells))
+        first = last
+    return joined_cells(found)
 
 
 class _Torn(NamedTuple):
@@ -468,7 +492,7 @@ def rebuild(
         chunk.ops[rows],
         chunk.seqnos[rows],
         chunk.times[rows],
-        {id_: chunk.values(rows, id_) for id_ in sorted(chunk.further)},
+        chunk.cells(rows),
     )
     return sorted_rows.blocks(sorted_rows.stretch((0, len(rows)), run), compress)
 
