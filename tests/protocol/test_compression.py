@@ -31,7 +31,7 @@ from upr_protocol.wire.codec import (
     open_columns,
     plain_bytes,
 )
-from upr_protocol.wire.compression import zstd_available
+from upr_protocol.wire.compression import compress, zstd_available
 from upr_protocol.wire.v1 import types_pb2
 
 ROWS: list[tuple[bytes, bytes | None]] = [
@@ -253,6 +253,31 @@ def test_columns_beside_compressed_ones_are_refused() -> None:
     message.keys = b"k"
     with pytest.raises(CorruptBlockError, match="has columns"):
         block_from_message(message)
+
+
+@pytest.mark.parametrize("field", [b"\x6a\x00", b"\x0a\x00", b"\x62\x00"])
+def test_many_fields_are_refused_before_they_become_objects(field: bytes) -> None:
+    junk = field * 2**20
+    columns = [*columns_of(PLAIN), junk]
+    lengths = np.array([len(column) for column in columns], "<u4").tobytes()
+    data = forged(lengths + compress(b"".join(columns)))
+    check_encoded(data)
+    for read in (decode_block, decompress_block, open_columns, open_checked):
+        tracemalloc.start()
+        with pytest.raises(CorruptBlockError, match="bytes are not a block"):
+            read(data)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 4 * len(junk)
+    with pytest.raises(CorruptBlockError, match="bytes are not a block"):
+        open_columns(PLAIN + junk)
+
+
+def test_another_field_among_further_columns_is_refused() -> None:
+    columns = [*columns_of(PLAIN), b"\x0a\x00"]
+    lengths = np.array([len(column) for column in columns], "<u4").tobytes()
+    with pytest.raises(CorruptBlockError, match="other fields"):
+        open_columns(forged(lengths + compress(b"".join(columns))))
 
 
 def test_a_write_is_never_compressed() -> None:

@@ -188,10 +188,9 @@ def further_in(columns: Columns) -> Further:
 
 def _message_of(data: bytes) -> types_pb2.Block:
     try:
-        message = types_pb2.Block.FromString(data)
+        return types_pb2.Block.FromString(data)
     except DecodeError as error:
         raise CorruptBlockError(f"{len(data)} bytes are not a block") from error
-    return message
 
 
 def block_from_message(message: types_pb2.Block, *, numbered: bool = True) -> Block:
@@ -290,44 +289,45 @@ def reopen_block(data: bytes) -> Block:
 def column_spans(data: bytes) -> Spans:
     """Return where each field of an encoded Block lies: field number -> (first byte, end).
 
-    For readers that hand the columns on as they lie, without copying each into an object of its own. The
-    bytes must come from encode_block or compress_block; fields that are absent are empty, as are the columns of
-    a compressed block: see open_columns.
+    For readers that hand the columns on as they lie, without a copy of each. The bytes must come from encode_block or
+    compress_block; fields that are absent are empty, as are the columns of a compressed block: see open_columns.
 
     Raises:
         CorruptBlockError: the bytes are no Block.
     """
     spans: Spans = {}
-    at = 0
+    at = further = 0
     try:
         while at < len(data):
             tag = data[at]
             if tag == _FURTHER_TAG:
-                spans[_FURTHER] = (at, len(data))
-                break
+                spans.setdefault(_FURTHER, (at, len(data)))
+                further += 1
+            elif further or tag >> 3 in spans:
+                raise IndexError
+            if further > FURTHER_COLUMNS_MAX:
+                raise IndexError
             at += 1
             if tag & 7 == 5:
                 spans[tag >> 3] = (at, at + 4)
                 at += 4
                 continue
-            length = shift = 0
-            while True:
+            length = 0
+            for shift in range(0, 35, 7):
                 byte = data[at]
                 at += 1
                 length |= (byte & 0x7F) << shift
-                shift += 7
                 if byte < 0x80:
                     break
-                if shift > 28:
-                    raise CorruptBlockError(f"{len(data)} bytes are not a block")
-            if tag & 7 != 2:
-                raise CorruptBlockError(f"{len(data)} bytes are not a block")
-            spans[tag >> 3] = (at, at + length)
+            if byte >= 0x80 or tag & 7 != 2:
+                raise IndexError
+            if not further:
+                spans[tag >> 3] = (at, at + length)
             at += length
+        if at > len(data):
+            raise IndexError
     except IndexError as error:
         raise CorruptBlockError(f"{len(data)} bytes are not a block") from error
-    if at > len(data):
-        raise CorruptBlockError(f"{len(data)} bytes are not a block")
     return spans
 
 
@@ -396,7 +396,11 @@ def _decompressed(zstd: bytes) -> Columns:
         raise CorruptBlockError(
             f"columns of a compressed block are {at} bytes; must be at most {MESSAGE_BYTES_MAX}"
         )
-    return decompress(memoryview(zstd)[4 * len(lengths) :], at), spans
+    opened = decompress(memoryview(zstd)[4 * len(lengths) :], at)
+    # Each further column becomes an object when it is parsed, also one of two bytes.
+    if not column_spans(opened[slice(*spans.get(_FURTHER, _ABSENT))]).keys() <= {_FURTHER}:
+        raise CorruptBlockError("a compressed block has other fields among its further columns")
+    return opened, spans
 
 
 def open_columns(data: bytes) -> Columns:
