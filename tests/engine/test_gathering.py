@@ -140,6 +140,21 @@ def test_an_entry_has_no_more_empty_cells_than_there_is_room_for(
     assert sum(len(of_row) for block in blocks for of_row in all_cells(block)) == 21
 
 
+def test_empty_cells_of_an_entry_that_is_closed_do_not_count() -> None:
+    b = bucket()
+    cells = b"".join(end.to_bytes(4, "little") for end in (0, 1)), b"c"
+    single = build_block([b"k"], [b"v"])
+    further = tuple(FurtherColumn(id_, *cells) for id_ in range(1, 17))
+    b.write(sealed(replace(single, further=further)), b"", None, 0, 1)
+    b.tail.close_open()
+    before = b.tail.bytes
+    # With 16 columns these rows would be large enough for an entry of their own.
+    b.write(build_block([b"%d" % row for row in range(150)], [b""] * 150), b"", None, 0, 1)
+    put(b, b"behind")
+    assert b.tail.bytes - before < 150 * (4 + 2 * 40 + 40)
+    assert len(taken(b).entries) == 2
+
+
 def test_a_cut_ends_a_gathering_and_is_exact() -> None:
     b = bucket()
     put(b, b"k")

@@ -243,16 +243,18 @@ class Tail:
             producer, number: whose write it is; empty and 0 without a producer.
             now: microseconds since the epoch, never below that of the block before.
         """
-        columns, rows = block.column_bytes, block.rows
-        if block.further or self._open_ids:
-            columns += self._filling(block)
+        columns, rows, filling = block.column_bytes, block.rows, 0
+        if self._open and (block.further or self._open_ids):
+            filling = self._filling(block)
         if self._open and (
-            columns >= SMALL_BYTES
-            or self._open_columns + columns > BLOCK_COLUMN_BYTES
+            columns + filling >= SMALL_BYTES
+            or self._open_columns + columns + filling > BLOCK_COLUMN_BYTES
             or self._open_rows + rows > BLOCK_ROWS_MAX
             or now - self._opened > GATHER_MICROS
         ):
             self.close_open()
+            filling = 0
+        columns += filling
         if not self._open:
             self._opened = now
             self._open_size = self._open_columns = self._open_rows = 0
