@@ -163,6 +163,9 @@ def _read(storage: Storage, name: str) -> Json | None:
 
 def _blocks(rows: Any) -> Iterator[Block]:
     """Build the blocks that write a state: rows with further cells in blocks of their own."""
+    if rows.column("further").null_count == len(rows):
+        yield from blocks(rows.column("key"), rows.column("value"))
+        return
     with_cells = pc.is_valid(rows.column("further"))
     plain, others = rows.filter(pc.invert(with_cells)), rows.filter(with_cells)
     yield from blocks(plain.column("key"), plain.column("value"))

@@ -1,16 +1,17 @@
 """Cells of further columns through backups: written, merged and restored beside their rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tests.harness import RunningServer
 from tests.raw import cells_for, check_cells, with_cells
 from tests.spark.restoring import Rows, State, taken, upr_backup
-from upr_backup import retention, source
+from upr_backup import restore, retention, source
 from upr_backup import rows as rows_module
 from upr_backup.rows import RowsWriter
 from upr_client import Client
@@ -51,6 +52,23 @@ def columns(repository: Path) -> list[int]:
     """Return how many columns the data files have, oldest first."""
     files = sorted(repository.glob("data/*/*.parquet"))
     return [len(pq.read_schema(file).names) for file in files]
+
+
+def test_rows_without_cells_are_written_from_where_they_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cells = pa.nulls(2, pa.binary())
+    keys, values = pa.array([b"a", b"b"]), pa.array([b"v", None], pa.binary())
+    rows = pa.table({"key": keys, "value": values, "further": cells})
+    given: list[int] = []
+
+    def blocks(*columns: Any) -> Iterator[Any]:
+        given.extend(column.chunk(0).buffers()[2].address for column in columns)
+        yield from ()
+
+    monkeypatch.setattr(restore, "blocks", blocks)
+    assert list(restore._blocks(rows)) == []
+    assert given == [column.buffers()[2].address for column in (keys, values)]
 
 
 @pytest.mark.parametrize("late", [False, True])
