@@ -330,6 +330,20 @@ def test_a_window_that_changed_in_memory_is_not_made() -> None:
     assert b.tail.window(b.tail._bounds[1]) is not None
 
 
+@pytest.mark.parametrize("every", [1, 30])
+def test_a_window_has_no_more_empty_cells_than_bytes(every: int) -> None:
+    b = bucket()
+    further = tuple(FurtherColumn(id_, bytes(4 * 50) + b"\1\0\0\0", b"c") for id_ in range(1, 17))
+    rows = build_block([b"%d" % row for row in range(50)], [b""] * 50, np.zeros(50, "u4"))
+    for number in range(900):
+        cells = further if number % every == 0 else ()
+        b.write(sealed(replace(rows, further=cells)), b"", None, 0, 1)
+        commit(b)
+    assert len(b.tail._bounds) > 1
+    window = b.tail.window(0)
+    assert (window is not None) == (every == 1)
+
+
 def test_a_window_goes_with_its_entries() -> None:
     b = many_commits(900, 1)
     window = b.tail.window(0)

@@ -138,7 +138,10 @@ def _of_partitions(runs: bytes, kept: npt.NDArray[np.bool_]) -> bytes:
 
 
 def join_encoded(encoded: Sequence[bytes]) -> Block | None:
-    """Return encoded blocks as one; None if not each is all rows of complete runs, or bytes have changed."""
+    """Return encoded blocks as one; None if not each is all rows of complete runs, or bytes have changed.
+
+    None too where empty cells of further columns would take more than the blocks do.
+    """
     try:
         blocks = [reopen_block(data) for data in encoded]
     except CorruptBlockError:
@@ -148,6 +151,11 @@ def join_encoded(encoded: Sequence[bytes]) -> Block | None:
         return None
     if any(block.seqnos or block.times for block in blocks):
         return None
+    if any(block.further for block in blocks):
+        ids = {column.id for block in blocks for column in block.further}
+        missing = sum(block.rows * (len(ids) - len(block.further)) for block in blocks)
+        if 4 * missing > sum(map(len, encoded)):
+            return None
     runs = joined_runs([block.runs for block in blocks])
     ends, times = runs["end_seqno"], runs["time"]
     if (runs["horizon"] != ends).any() or (runs["count"] != ends - runs["start_seqno"]).any():
