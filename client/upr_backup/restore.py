@@ -198,8 +198,8 @@ class Restored:
     Args:
         written: what the bucket has of the backup, whichever run wrote it.
         resumed: whether an interrupted run was gone on with.
-        verified: "equal": the bucket was read back and holds the backup's keys and values, and no others.
-            "contained": it holds the backup's keys and values, and none that was deleted. Else it was not asked for.
+        verified: "equal": the bucket was read back and holds the backup's keys, values and further cells, and no others.
+            "contained": it holds the backup's, and none that was deleted. Else it was not asked for.
     """
 
     written: Written

@@ -113,11 +113,8 @@ class RowsWriter:
         op = pc.if_else(batch.column("deleted"), "delete", "set")
         columns = [batch.column(name) for name in ("key", "value", "time")]
         first = [batch.column("partition"), batch.column("seqno"), op]
-        further = pa.nulls(batch.num_rows, pa.binary())
-        if any(block.further for block in changes.blocks):
-            cells = chain.from_iterable(map(block_cells, changes.blocks))
-            further = pa.array(map(pack_cells, cells), pa.binary())
-        self.add_rows(pa.RecordBatch.from_arrays([*first, *columns, further], schema=SCHEMA))
+        columns.append(_further_of(changes, batch.num_rows))
+        self.add_rows(pa.RecordBatch.from_arrays([*first, *columns], schema=SCHEMA))
 
     def add_rows(self, batch: Any) -> None:
         """Add a record batch of ``SCHEMA``; LateCellsError when it was to be wide."""
@@ -533,9 +530,10 @@ BUCKET_SCHEMA: Final = pa.schema(
         ("deleted", pa.bool_()),
         ("key", pa.binary()),
         ("value", pa.binary()),
+        ("further", pa.binary()),
     ]
 )
-"""Of what is read back. value is null for a delete."""
+"""Of what is read back. value is null for a delete; further as in ``SCHEMA``."""
 
 _BUCKET_FOLD_BYTES: Final = 32 * 2**20
 _SLICE_ROWS: Final = 65_536
@@ -598,17 +596,23 @@ def _read(
             if not batch.rows:
                 continue
             rows = record_batch(batch)
-            gathered.append(
-                pa.RecordBatch.from_arrays(
-                    [rows.column(n) for n in BUCKET_SCHEMA.names], schema=BUCKET_SCHEMA
-                )
-            )
-            gathered_bytes += rows.nbytes
+            columns = [rows.column(name) for name in BUCKET_SCHEMA.names[:-1]]
+            columns.append(_further_of(batch, rows.num_rows))
+            gathered.append(pa.RecordBatch.from_arrays(columns, schema=BUCKET_SCHEMA))
+            gathered_bytes += gathered[-1].nbytes
             on_rows(batch.rows)
             if gathered_bytes > max(_BUCKET_FOLD_BYTES, folded.nbytes):
                 folded = _fold(folded, gathered, keep)
                 gathered, gathered_bytes = [], 0
     return _fold(folded, gathered, keep)
+
+
+def _further_of(changes: ChangeBatch, rows: int) -> Any:
+    """Return the column further of changes."""
+    if not any(block.further for block in changes.blocks):
+        return pa.nulls(rows, pa.binary())
+    cells = chain.from_iterable(map(block_cells, changes.blocks))
+    return pa.array(map(pack_cells, cells), pa.binary())
 
 
 def _fold(folded: Any, gathered: list[Any], keep: Keep) -> Any:
@@ -622,7 +626,7 @@ class Differences(NamedTuple):
 
     Args:
         missing: how many keys are not there.
-        different: how many have another value.
+        different: how many have another value, or other further cells.
         unexpected: how many are there that should not be.
         examples: some of the keys.
     """
@@ -638,7 +642,7 @@ class Differences(NamedTuple):
     def words(self) -> str:
         kinds = (
             (self.missing, "missing"),
-            (self.different, "with another value"),
+            (self.different, "with another value or other further cells"),
             (self.unexpected, "that should not be there"),
         )
         counts = ", ".join(f"{count} {what}" for count, what in kinds if count)
@@ -679,14 +683,14 @@ def match(first: Any, second: Any) -> Matched:
     return Matched(np.flatnonzero(there), rows, np.flatnonzero(~there), np.flatnonzero(alone))
 
 
-def other_values(first: Any, second: Any, rows: I64, other_rows: I64) -> I64:
-    """Return those of the first table's rows whose value is not that of the second table's row."""
-    values, others = _columns(first, second, "value")
+def other_values(first: Any, second: Any, rows: I64, other_rows: I64, column: str = "value") -> I64:
+    """Return those of the first table's rows whose value, or other column, is not that of the second table's row."""
+    values, others = (pc.fill_null(one, b"") for one in _columns(first, second, column))
     different = [np.zeros(0, np.int64)]
     for at in range(0, len(rows), _SLICE_ROWS):
         part = slice(at, at + _SLICE_ROWS)
         theirs = others.take(pa.array(other_rows[part]))
-        same = pc.fill_null(pc.equal(values.take(pa.array(rows[part])), theirs), False)
+        same = pc.equal(values.take(pa.array(rows[part])), theirs)
         different.append(rows[part][~same.to_numpy(zero_copy_only=False)])
     return np.concatenate(different)
 
@@ -708,13 +712,15 @@ def some_keys(table: Any, rows: I64) -> list[bytes]:
 
 
 def differences(expected: Any, found: Any) -> Differences:
-    """Compare two tables with columns key and value, in any order of rows; a key is in each at most once.
+    """Compare two tables with columns key, value and further, in any order of rows; a key is in each at most once.
 
     Returns:
-        No difference exactly when both have the same keys with the same values.
+        No difference exactly when both have the same keys with the same values and further cells.
     """
     both, there, missing, unexpected = match(expected, found)
-    different = other_values(expected, found, both, there)
+    different = np.union1d(
+        *[other_values(expected, found, both, there, name) for name in ("value", "further")]
+    )
     examples = some_keys(expected, missing) + some_keys(expected, different)
     examples += some_keys(found, unexpected)
     counts = len(missing), len(different), len(unexpected)

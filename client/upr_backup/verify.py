@@ -204,10 +204,12 @@ class AgainstServer:
                 found.differences.append(f"{names}: {len(rows)} keys {words}; for example {some}")
 
     def _without_newer_values(self, table: Any) -> Any:
-        """Drop the values of rows above the backup's end: nothing is compared with them, and they may be many."""
+        """Drop the values and further cells of rows above the backup's end: nothing is compared with them, and they may be many."""
         newer = pa.array(self._above(table))
-        values = pc.if_else(newer, pa.scalar(None, pa.binary()), table.column("value"))
-        return table.set_column(BUCKET_SCHEMA.get_field_index("value"), "value", values)
+        for name in ("value", "further"):
+            left = pc.if_else(newer, pa.scalar(None, pa.binary()), table.column(name))
+            table = table.set_column(BUCKET_SCHEMA.get_field_index(name), name, left)
+        return table
 
     def _above(self, table: Any) -> Flags:
         above: Flags = _numbers(table, "seqno") > self._ends[_numbers(table, "partition")]
@@ -241,6 +243,8 @@ class AgainstServer:
         compared = exact & same_op & ~my_deleted[both]
         different = other_values(mine, theirs, both[compared], rows[compared])
         yield "have another value than at the server", mine, different
+        cells = other_values(mine, theirs, both[compared], rows[compared], "further")
+        yield "have other further cells than at the server", mine, cells
 
         # Of keys that only the backup has: a deletion that was purged, or one that came later and was purged.
         deleted, purged_at = my_deleted[gone], purged[my_partitions[gone]]

@@ -17,6 +17,7 @@ from upr_backup.rows import RowsWriter
 from upr_client import Client
 from upr_client.lowlevel import build_block, write_blocks
 from upr_protocol.partitioning import partition_of
+from upr_protocol.wire.cells import pack_cells, unpack_cells
 
 
 def value_of(key: bytes, turn: int, *, plain: bool, size: int = 0) -> bytes:
@@ -69,6 +70,29 @@ def test_rows_without_cells_are_written_from_where_they_lie(
     monkeypatch.setattr(restore, "blocks", blocks)
     assert list(restore._blocks(rows)) == []
     assert given == [column.buffers()[2].address for column in (keys, values)]
+
+
+def test_other_cells_are_a_difference(
+    server_process: Callable[..., RunningServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = server_process()
+    repository = tmp_path / "repository"
+    assert upr_backup(repository, "init", "--target", server.target).exit_code == 0
+    rows: Rows = [(key, value_of(key, 0, plain=False)) for key in (b"a", b"b", b"c")]
+    rows.append((b"d", value_of(b"d", 0, plain=True)))
+    written(server.target, {}, rows)
+    taken(repository, "--processes", "1")
+    against = upr_backup(repository, "verify", "--against-server")
+    assert against.exit_code == 0, against.stderr
+    told = ["restore", "--target", server.target, "--create-bucket", "--bucket"]
+    assert upr_backup(repository, *told, "right").exit_code == 0
+    monkeypatch.setattr(restore, "unpack_cells", lambda data: {**unpack_cells(data), 16: b"x"})
+    wrong = upr_backup(repository, *told, "wrong")
+    assert wrong.exit_code == 11
+    assert "are keys 3 with another value or other further cells" in wrong.stderr
+    monkeypatch.setattr(rows_module, "pack_cells", lambda cells: pack_cells({**cells, 16: b"x"}))
+    against = upr_backup(repository, "verify", "--against-server")
+    assert "4 keys have other further cells" in against.stdout + against.stderr
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -415,4 +415,5 @@ def _table(of: State, random: Random) -> Any:
         name: pa.chunked_array([[row[index] for row in part] for part in parts], pa.binary())
         for index, name in enumerate(("key", "value"))
     }
+    columns["further"] = pa.nulls(len(rows), pa.binary())
     return pa.table(columns)
