@@ -433,9 +433,8 @@ def _take_rows(block: Block, runs: Runs, spans: I64, seqnos: bytes) -> Block:
     """Build a block of these runs from row spans of another, in order; a span may be empty."""
 
     def fixed(column: bytes, width: int) -> bytes:
-        return (
-            b"".join([column[a * width : b * width] for a, b in spans.tolist()]) if column else b""
-        )
+        edges = (width * spans).tolist() if column else []
+        return b"".join([column[a:b] for a, b in edges])
 
     spans = spans[spans[:, 1] > spans[:, 0]]
     if not len(spans):
