@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.protocol.test_block import Rows, as_numbered
 from tests.raw import all_cells, all_rows, cells_for, check_cells, with_cells
 from upr_client.testing.memory import run_block
 from upr_client.writes import write_request
@@ -50,7 +51,6 @@ from upr_protocol.wire.codec import (
 )
 from upr_protocol.wire.v1 import types_pb2
 
-Rows = list[tuple[bytes, bytes | None]]
 rows_strategy = st.lists(
     st.tuples(st.binary(min_size=1, max_size=6), st.none() | st.binary(max_size=9)),
     min_size=1,
@@ -63,10 +63,7 @@ def numbered(rows: Rows, partitions: int = 3, start: int = 0) -> Block:
     """A block of rows that are spread over some partitions, with the cells of the tests."""
     chosen = np.arange(len(rows), dtype=np.uint32) % partitions
     block = with_cells(build_block([k for k, _ in rows], [v for _, v in rows], chosen))
-    runs = block.runs.copy()
-    runs["start_seqno"] = start
-    runs["end_seqno"] = runs["horizon"] = start + runs["count"].astype(np.uint64)
-    return replace(block, runs=runs)
+    return as_numbered(block, start)
 
 
 def many(column: int, size: int, rows: int) -> Block:

@@ -1,6 +1,7 @@
 """The compactor's turns: every partition is looked at, however fast others change; and what it leaves as it is."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ async def test_the_compactor_looks_at_nothing_more_once_it_is_to_stop(
     assert await host.close()
 
 
+@asynccontextmanager
+async def compacted_by_hand(folder: Path) -> AsyncIterator[BucketService]:
+    """Serve a bucket whose own compactor waits, and close it, which must be clean."""
+    host = started(BucketService(folder, ServerConfig(folder)))
+    async with host.compactor.turn:
+        yield host
+    assert await host.close()
+
+
 async def flush(host: BucketService, rows: Rows) -> None:
     block = build_block(list(rows), list(rows.values()))
     await host.durable((await host.write(block, b"", None, 0)).entry)
@@ -92,13 +102,11 @@ def always_by_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.asyncio
 async def test_a_small_range_is_compacted_whatever_its_keys_are(folder: Path) -> None:
-    host = started(BucketService(folder, ServerConfig(folder)))
-    async with host.compactor.turn:
+    async with compacted_by_hand(folder) as host:
         keys = some_keys(P, 20)
         for part in (keys[:10], keys[10:]):
             await flush(host, dict.fromkeys(part, b"v"))
         assert await compact(host) == [20]
-    assert await host.close()
 
 
 @pytest.mark.asyncio
@@ -106,8 +114,7 @@ async def test_a_small_range_is_compacted_whatever_its_keys_are(folder: Path) ->
 async def test_keys_that_are_all_different_are_joined_and_those_that_are_repeated_compacted(
     folder: Path,
 ) -> None:
-    host = started(BucketService(folder, ServerConfig(folder)))
-    async with host.compactor.turn:
+    async with compacted_by_hand(folder) as host:
         keys = some_keys(P, 10 * FAN_IN)
         found = []
         for at in range(0, len(keys), 10):
@@ -119,7 +126,6 @@ async def test_keys_that_are_all_different_are_joined_and_those_that_are_repeate
         # Now half of the rows are older ones of keys that came again.
         await flush(host, dict.fromkeys(keys, b"a newer value"))
         assert await compact(host) == [len(keys)]
-    assert await host.close()
 
 
 @pytest.mark.asyncio
@@ -127,8 +133,7 @@ async def test_keys_that_are_all_different_are_joined_and_those_that_are_repeate
 async def test_small_blocks_on_both_sides_of_a_large_one_are_joined_one_side_after_the_other(
     folder: Path,
 ) -> None:
-    host = started(BucketService(folder, ServerConfig(folder)))
-    async with host.compactor.turn:
+    async with compacted_by_hand(folder) as host:
         keys = some_keys(P, 2 * FAN_IN + 1)
         rows = {key: b"%d" % at for at, key in enumerate(keys)}
         rows[keys[FAN_IN]] = bytes(JOIN_BYTES)
@@ -136,7 +141,6 @@ async def test_small_blocks_on_both_sides_of_a_large_one_are_joined_one_side_aft
             await flush(host, {key: rows[key]})
         assert await compact(host) == [FAN_IN, 1, FAN_IN]
         assert stored_rows(host) == rows
-    assert await host.close()
 
 
 @pytest.mark.asyncio
@@ -167,8 +171,7 @@ async def test_what_is_stored_is_bounded_by_what_is_alive_however_few_rows_are_s
     folder: Path, large: int
 ) -> None:
     """Beside new keys, one large value comes again each time, or some small ones that are all there is; then nothing."""
-    host = started(BucketService(folder, ServerConfig(folder)))
-    async with host.compactor.turn:
+    async with compacted_by_hand(folder) as host:
         keys = some_keys(P, 601)
         rows: Rows = {}
         for turn in range(20):
@@ -181,7 +184,6 @@ async def test_what_is_stored_is_bounded_by_what_is_alive_however_few_rows_are_s
         used = sum(head.size for head in host.disk.store.heads(P))
         assert used < 2.2 * alive
         assert stored_rows(host) == rows
-    assert await host.close()
 
 
 @pytest.mark.asyncio

@@ -347,7 +347,6 @@ def compressor(compression: str) -> Compress | None:
 
 
 SEQNOS, OPS, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES, TIMES = range(2, 9)
-_FURTHER = 13
 ABSENT = (0, 0)
 
 Sparse = tuple[I64, Any]
@@ -420,8 +419,6 @@ def cells_of(opened: Sequence[Columns], field: int, data_field: int) -> Any:
 def further_cells(opened: Sequence[Columns], rows: I64) -> dict[int, Sparse]:
     """Return the cells of further columns of several blocks by id; ``rows`` are those of each."""
     found: dict[int, list[Sparse]] = {}
-    if not any([_FURTHER in spans for _, spans in opened]):
-        return {}
     firsts = np.cumsum(rows) - rows
     for columns, first in zip(opened, firsts.tolist(), strict=True):
         for one in further_in(columns):
