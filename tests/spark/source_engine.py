@@ -35,10 +35,9 @@ class Sink:
         again: whether a batch that is repeated is applied once more; else it is known and left out.
     """
 
-    def __init__(self, again: bool, drop_controls: bool) -> None:
+    def __init__(self, again: bool) -> None:
         self.rows: list[dict[int, Row]] = [{} for _ in range(PARTITIONS)]
         self._again = again
-        self._drop_controls = drop_controls
         self._seen: set[int] = set()
         self.controls = 0
 
@@ -50,8 +49,6 @@ class Sink:
         self._seen.add(batch)
         for control in controls:
             self.controls += 1
-            if self._drop_controls:
-                continue
             kept = self.rows[control.partition]
             self.rows[control.partition] = {s: r for s, r in kept.items() if s <= control.seqno}
         for partition, row in rows:
@@ -97,21 +94,12 @@ class Engine:
         seed: of everything that is random.
         mode: which rules the query begins with; "any" changes them at each start.
         starting: the option startingOffsets.
-        drop_controls: a fault, to see that it is found.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        mode: str,
-        weather: Weather,
-        *,
-        starting: Any = "earliest",
-        drop_controls: bool = False,
-    ) -> None:
+    def __init__(self, seed: int, mode: str, weather: Weather, starting: Any) -> None:
         self.random = Random(seed)
         self.server = ModelServer(self.random, weather)
-        self.sink = Sink(self.random.random() < 0.5, drop_controls)
+        self.sink = Sink(self.random.random() < 0.5)
         self.mode = mode
         self.rules = Rules("fail", history=self.random.choice([1, 3, 8]))
         self._starting = starting

@@ -1,25 +1,18 @@
 """The chain of backups against a simple model: every committed restore point is the state at its cut."""
 
-import dataclasses
 import os
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tests.spark import backup_model as model_module
 from tests.spark.backup_model import World
 from upr_backup import retention as prune_module
 from upr_backup.errors import BackupNotFoundError, MergeRefusedError, RepositoryDamagedError
-from upr_backup.repository import chain as chain_module
-from upr_backup.repository import repository as repository_module
 from upr_backup.repository.chain import Chain, Keep, Link, needed, segments_of
 from upr_backup.repository.documents import Entry, FileRef, Kind, Manifest, check_link
-from upr_backup.repository.repository import Repository, number_in
+from upr_backup.repository.repository import number_in
 from upr_backup.retention import beginning, chosen
 from upr_backup.rows import grouped
 from upr_cli_kit.exit_codes import REFUSED, exit_code_of
-from upr_protocol.errors import UprError
 
 SEEDS = int(os.environ.get("UPR_BACKUP_WORLDS", "30"))
 FIRST_SEED = int(os.environ.get("UPR_BACKUP_FIRST_WORLD", "0"))
@@ -140,56 +133,6 @@ def test_runs_that_are_overtaken_before_their_commit() -> None:
     worlds = [overtake(seed) for seed in range(SEEDS)]
     assert sum(world.waited for world in worlds) > SEEDS // 10
     assert sum(world.voided for world in worlds) > SEEDS // 10
-
-
-def _without(
-    monkeypatch: pytest.MonkeyPatch,
-    where: Any,
-    name: str,
-    fake: Any,
-    world: Callable[[int], World] = simulate,
-) -> None:
-    """Check that the simulation finds that something is missing."""
-    monkeypatch.setattr(where, name, fake)
-    with pytest.raises((AssertionError, FileNotFoundError, UprError)):
-        _ = [world(seed) for seed in range(1000)]
-
-
-def test_without_the_horizon_of_a_merged_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Markers from before a merge that became the base of everything must not be gone back to."""
-    _without(monkeypatch, repository_module, "_horizon", lambda newest, base: newest)
-
-
-def test_without_the_check_of_later_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merged base must not serve what goes back to a point within it."""
-    _without(monkeypatch, chain_module, "_serves", lambda base, gone, cuts: True)
-
-
-def test_without_the_check_before_pruning(monkeypatch: pytest.MonkeyPatch) -> None:
-    _without(
-        monkeypatch, prune_module, "_is_final", lambda chain, expiry: bool(chain.links), overtake
-    )
-
-
-def test_without_waiting_for_a_backup_that_knew(monkeypatch: pytest.MonkeyPatch) -> None:
-    _without(monkeypatch, prune_module, "_is_final", lambda chain, expiry: chain.firm, overtake)
-
-
-def test_without_voiding_before_removing(monkeypatch: pytest.MonkeyPatch) -> None:
-    _without(monkeypatch, Repository, "void_merged", lambda self, name, number: True, overtake)
-
-
-def test_without_applying_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = segments_of
-
-    def without_cuts(wanted: list[Manifest]) -> object:
-        kept = [
-            dataclasses.replace(m, entries={p: e._replace(cut=None) for p, e in m.entries.items()})
-            for m in wanted
-        ]
-        return real(kept)
-
-    _without(monkeypatch, model_module, "segments_of", without_cuts)
 
 
 def _manifest(number: int, kind: Kind, start: int, end: int, cut: int | None = None) -> Manifest:
