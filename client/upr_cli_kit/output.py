@@ -57,14 +57,12 @@ def size_text(count: int) -> str:
 
 
 def print_json(document: object) -> None:
-    """Print one JSON document on stdout."""
-    click.echo(json.dumps(document, indent=2))
+    """Print one JSON document on stdout; in it may be errors that are told as data."""
+    click.echo(json.dumps(document, indent=2, default=problem_document))
 
 
-def problem_document(problem: UprError | None) -> dict[str, str] | None:
-    """Return an error that is told as data, as a JSON object; None for none."""
-    if problem is None:
-        return None
+def problem_document(problem: UprError) -> dict[str, str]:
+    """Return an error as a JSON object."""
     return {"reason": problem.reason, "message": problem.message, "hint": problem.hint}
 
 

@@ -1,13 +1,14 @@
 """``upr-admin purge`` against a real server."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from click.testing import CliRunner
 
 from tests.conftest import StartServer
 from upr.cli.admin import main
-from upr.cli.admin_commands import purge
+from upr_cli_kit.output import print_json
 from upr_client import Client
 from upr_client.admin import PartitionPurge
 from upr_protocol.errors import DataDamagedError
@@ -45,10 +46,10 @@ def test_what_goes_and_what_stays_is_told(server_process: StartServer, dry_run: 
     assert table[1].index("1  ") == table[0].index("tombstones") + len("tombstones") - 1
 
 
-def test_a_problem_is_told_as_in_every_listing() -> None:
+def test_a_problem_is_told_as_in_every_listing(capsys: pytest.CaptureFixture[str]) -> None:
     problem = DataDamagedError("a block is damaged", hint="restore it")
-    document = purge._document(PartitionPurge(5, 0, 0, 0, 0, (), problem))
-    assert document["problem"] == {
+    print_json(asdict(PartitionPurge(5, 0, 0, 0, 0, (), problem)))
+    assert json.loads(capsys.readouterr().out)["problem"] == {
         "reason": "DATA_DAMAGED",
         "message": "a block is damaged",
         "hint": "restore it",

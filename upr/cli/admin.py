@@ -8,11 +8,10 @@ import click
 from upr import __version__
 from upr.cli.admin_commands.accept_loss import accept_loss
 from upr.cli.admin_commands.access import context, token
-from upr.cli.admin_commands.bucket import bucket
+from upr.cli.admin_commands.bucket import bucket, purge
 from upr.cli.admin_commands.check import check
 from upr.cli.admin_commands.consumers import consumers
 from upr.cli.admin_commands.cut import cut
-from upr.cli.admin_commands.purge import purge
 from upr.cli.admin_commands.restore_copy import restore_copy
 from upr.cli.admin_commands.status import status, storage, top
 from upr.cli.admin_commands.topology import drain, promote, takeover, topology
@@ -24,7 +23,6 @@ from upr_cli_kit.output import (
     columns,
     output_options,
     print_json,
-    problem_document,
     verbose_option,
 )
 from upr_cli_kit.screen import watched_output_options
@@ -84,7 +82,7 @@ def partitions_command(
             **{column: getattr(info, column) for column in _COLUMNS},
             "failover_id": format_failover_id(info.failover_id) if info.failover_id else None,
             "dead_since": format_micros(info.dead_since),
-            "problem": problem_document(info.problem),
+            "problem": info.problem,
         }
         for info in sorted(found, key=lambda info: info.partition)
     ]
@@ -95,7 +93,7 @@ def partitions_command(
         (
             *list(document.values())[:-2],
             document["dead_since"] or "-",
-            (document["problem"] or {}).get("message", "-"),
+            document["problem"].message if document["problem"] else "-",
         )
         for document in documents
     ]

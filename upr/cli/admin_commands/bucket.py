@@ -1,31 +1,37 @@
-"""``upr-admin bucket``: list, create and drop buckets, and set their quotas."""
+"""``upr-admin bucket`` and ``purge``: list, create and drop buckets, set their quotas, and drop old tombstones."""
 
+from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import client_option
+from upr_cli_kit.options import PARTITION_SET, client_option, client_options, one_list
 from upr_cli_kit.output import (
     Group,
+    Progress,
     columns,
     confirm,
     output_options,
     print_done,
     print_json,
-    problem_document,
     size_text,
     verbose_option,
 )
 from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import size
 from upr_protocol.errors import BucketGoneError, BucketNotFoundError
+from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
     from upr_client import Client
-    from upr_client.admin import BucketInfo
+    from upr_client.admin import BucketInfo, PartitionPurge
 
 
 _COLUMNS = ("name", "version", "compression", "mutations", "used", "quota", "problem")
+_PURGE_COLUMNS = ("partition", "tombstones", "old_tombstones", "purged", "purge_seqno")
+_AT_ONCE = 32
+"""Partitions that one call purges."""
 
 
 def _parse_version(
@@ -165,12 +171,41 @@ def _row(info: "BucketInfo") -> tuple[object, ...]:
 
 
 def _document(info: "BucketInfo") -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "version": f"{info.version:016x}",
-        "compression": info.compression or "none",
-        "mutations": info.mutations,
-        "used_bytes": info.used_bytes,
-        "quota_bytes": info.quota_bytes,
-        "problem": problem_document(info.problem),
-    }
+    told = {"version": f"{info.version:016x}", "compression": info.compression or "none"}
+    return asdict(info) | told
+
+
+@click.command("purge")
+@click.argument("partitions", nargs=-1, type=PARTITION_SET, metavar="[PARTITION ...]")
+@click.option("--dry-run", is_flag=True, help="Change nothing, only say what would go.")
+@client_options
+@output_options
+def purge(
+    partitions: tuple[list[int], ...], dry_run: bool, client: "Client", bucket: str, as_json: bool
+) -> None:
+    """Drop deletions that are old enough and that everybody has passed; say who holds the others up.
+
+    Merging does the same by itself now and then. A follower that stood below what was purged, and not at 0, has to
+    begin again at 0. Held up by "newest" means: the row at a partition's high seqno always stays.
+    """
+    chosen = one_list(partitions) or list(range(PARTITIONS))
+    found: list[PartitionPurge] = []
+    with closing(Progress("partitions", len(chosen))) as progress:
+        for first in range(0, len(chosen), _AT_ONCE):
+            part = chosen[first : first + _AT_ONCE]
+            found += client.admin.purge(bucket, part, dry_run=dry_run)
+            progress.update(first + len(part))
+    if as_json:
+        print_json(list(map(asdict, found)))
+        return
+    rows = [[*(getattr(one, name) for name in _PURGE_COLUMNS), _holders(one)] for one in found]
+    titles = [*_PURGE_COLUMNS, "held up by"]
+    titles[3] = "would go" if dry_run else "purged"
+    click.echo(columns(titles, rows))
+
+
+def _holders(one: "PartitionPurge") -> str:
+    if one.problem is not None:
+        return str(one.problem)
+    names = [f"{h.kind} {h.name} at {h.seqno}".replace("  ", " ") for h in one.holders]
+    return ", ".join(names + [f"{one.more_holders} more"] * bool(one.more_holders))

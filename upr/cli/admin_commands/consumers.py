@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -231,17 +232,7 @@ def _document(info: "ConsumerInfo", with_positions: bool) -> dict[str, Any]:
         "lag": info.lag,
         "last_ack_time": info.last_ack_time or None,
         "last_ack": format_micros(info.last_ack_time),
-        "members": [
-            {
-                "name": member.name,
-                "peer": member.peer or None,
-                "partitions": member.partitions,
-                "releasing": member.releasing,
-                "lease_seconds": member.lease_seconds,
-                "lease_left_seconds": member.lease_left_seconds,
-            }
-            for member in info.members
-        ],
+        "members": [asdict(member) | {"peer": member.peer or None} for member in info.members],
     }
     if with_positions:
         document["positions"] = list(map(_place, info.positions.items()))

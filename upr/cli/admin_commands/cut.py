@@ -71,7 +71,7 @@ def create(
     if as_json:
         document = _document(made, with_pins=True)
         document["left_out"] = [
-            {"partition": partition, **(problem_document(why) or {})}
+            {"partition": partition, **problem_document(why)}
             for partition, why in made.left_out.items()
         ]
         print_json(document)

@@ -10,7 +10,7 @@ import click
 
 from upr.cli.admin_commands.topology import part_words
 from upr_cli_kit.options import client_option, client_options
-from upr_cli_kit.output import columns, print_json, problem_document, size_text, verbose_option
+from upr_cli_kit.output import columns, print_json, size_text, verbose_option
 from upr_cli_kit.screen import has_screen, interval, watch, watched_output_options
 from upr_protocol.errors import UprError
 
@@ -154,12 +154,8 @@ def _replica_rows(bucket: "BucketStatus") -> Iterator[tuple[object, ...]]:
 def _status_document(found: "ServerStatus") -> dict[str, Any]:
     document = asdict(found)
     document["server_id"] = f"{found.server_id:016x}"
-    document["problems"] = list(map(problem_document, found.problems))
-    for bucket, told in zip(found.buckets, document["buckets"], strict=True):
-        told["version"] = f"{bucket.version:016x}"
-        told["problem"] = problem_document(bucket.problem)
-        if bucket.upstream is not None:
-            told["upstream"]["problem"] = problem_document(bucket.upstream.problem)
+    for bucket in document["buckets"]:
+        bucket["version"] = f"{bucket['version']:016x}"
     return document
 
 
