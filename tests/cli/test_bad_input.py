@@ -84,6 +84,10 @@ TABLE = """
 2 | upr-admin explain | Missing argument 'PARTITION'
 2 | upr-admin explain 1024 | 1024 is not in the range 0<=x<=1023
 2 | upr-admin explain 5 --id zz | failover id is 'zz'; must be 1 to 16 hex digits
+2 | upr-admin explain 5 --id 0 | failover id is 0; must be 1
+2 | upr-admin explain 5 --id 1 --seqno 9 --horizon 8 | horizon is 8
+2 | upr-admin explain 5 --id 1 --seqno 9 --markers 8,7 | marker 7 follows 8
+2 | upr-admin explain 5 --id 1 --seqno 9 --markers 10 | markers is 10
 2 | upr-admin explain 5 --seqno x | seqno is 'x', it must be an integer
 2 | upr-admin explain 5 --seqno -1 | seqno is -1; must be 0 to 281474976710655
 2 | upr-admin explain 5 --seqno 281474976710656 | seqno is 281474976710656; must be 0 to 281474976710655
@@ -170,6 +174,17 @@ TABLE = """
 2 | upr-cat follow --partitions 5-3 | the range 5-3 is empty
 2 | upr-cat follow --retry-seconds x | 'x' must be a duration of 0s to 36500d
 2 | upr-cat follow --position folder | File 'folder' is a directory
+2 | upr-cat follow --from-now --from-start | are given together
+2 | upr-cat follow --from-now --from-time '1h ago' | are given together
+2 | upr-cat follow -f json | format is 'json'; must be jsonl, csv, raw, or have a %
+2 | upr-cat follow -f raw --keys-only | -f raw prints values
+2 | upr-cat follow --group g --from-start | go without --group
+2 | upr-cat follow --group g --position p | go without --group
+2 | upr-cat follow --group g --until-now | must be left out with a group
+2 | upr-cat follow --group '' | group '' is 0 bytes
+2 | upr-cat follow --group g --member '' | member '' is 0 bytes
+2 | upr-cat follow --member m | --member goes with --group
+2 | upr-cat bench --rows 0 | 0 is not in the range
 2 | upr-cat load xml | No such command 'xml'
 2 | upr-cat load jsonl | Missing argument 'FILE'
 2 | upr-cat load jsonl folder | File 'folder' is a directory
@@ -193,6 +208,7 @@ TABLE = """
 2 | upr-backup repo backup --engine local --master x | --master and --conf are of Spark: add --engine spark
 2 | upr-backup repo backup --engine spark --processes 2 | --processes is of the engine local; Spark takes --master local[N]
 2 | upr-backup repo backup --conf x | 'x' is not spark.NAME=VALUE
+2 | upr-backup repo backup --engine flink | 'flink' is not one of
 2 | upr-backup repo backup --every 0 | '0' must be a duration of 1s to 36500d
 2 | upr-backup repo backup --group-seqnos 0 | 0 is not in the range x>=1
 2 | upr-backup none backup | there is no repository here
@@ -203,6 +219,7 @@ TABLE = """
 2 | upr-backup none restore --target 127.0.0.1:1 --at tomorrow | 'tomorrow' is neither a backup's number nor a time with its offset fro
 2 | upr-backup none restore --target 127.0.0.1:1 --partitions 5-3 | the range 5-3 is empty
 2 | upr-backup none export --to out | Missing option '--format'. Choose from: parquet, delta
+2 | upr-backup none export --format parquet | Missing option '--to'
 2 | upr-backup none export --to out --format csv | 'csv' is not one of 'parquet', 'delta'
 2 | upr-backup none export --to out --format parquet --overwrite | --overwrite is for --format delta; give a place that is empty
 2 | upr-backup none export --to out --format parquet | there is no repository here
@@ -212,9 +229,11 @@ TABLE = """
 2 | upr-backup none expire | say what stays: --keep-last N, --keep-within 30d or --keep-daily N
 2 | upr-backup none expire --keep-last 0 | 0 is not in the range x>=1
 2 | upr-backup none expire --keep-within 30 | '30' must be a duration of 0s to 36500d, with its unit
+2 | upr-backup none expire --keep-last 1 | there is no repository here
 2 | upr-backup none prune | there is no repository here
 2 | upr-backup none prune --grace never | 'never' must be a duration of 0s to 36500d
 3 | upr-admin storage --bucket none | 'none'
+3 | upr-admin consumers --bucket none | 'none'
 3 | upr-admin partitions --bucket none | 'none'
 3 | upr-admin bucket drop none --yes | 'none'
 4 | upr-admin bucket create default | bucket 'default' exists
@@ -241,6 +260,12 @@ TABLE = """
 3 | upr-cat get key --bucket none | 'none'
 3 | upr-cat follow --until-now --bucket none | 'none'
 3 | upr-cat dump --bucket none | 'none'
+3 | upr-cat delete key --bucket none | 'none'
+3 | upr-cat bench --bucket none | 'none'
+5 | upr-cat follow --target 127.0.0.1:1 | nothing listens there
+5 | upr-cat load jsonl /dev/null --target 127.0.0.1:1 | nothing listens there
+2 | upr-cat load csv text | text:1: the column "key" is there 0 times
+2 | upr-cat load parquet text | text: not Parquet
 2 | upr-cat load jsonl text | line 1
 2 | upr-cat load jsonl none | none: No such file or directory
 4 | upr-backup repo init | already
@@ -248,6 +273,7 @@ TABLE = """
 2 | upr-backup restore repo | REPOSITORY goes before 'restore'
 3 | upr-backup repo info 7 | 7
 3 | upr-backup repo restore --at 7 | 7
+5 | upr-backup other init --target 127.0.0.1:1 | is the server running
 """
 """Of each line the status, the command line, and words of the error. There are a bucket "default" with a row, a cut "now",
 the files text and tokens, the folders folder and data, a repository repo, and nobody at 127.0.0.1:1."""

@@ -308,39 +308,3 @@ def test_a_position_file_is_looked_at_first_and_used_by_one(target: str, tmp_pat
     (tmp_path / "position.lock").touch()
     assert follow(target, "--position", str(file)) == []
     assert not (tmp_path / "position.lock").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (("follow", "--from-now", "--from-start"), 2, "are given together"),
-        (("follow", "--from-now", "--from-time", "1h ago"), 2, "are given together"),
-        (("follow", "--from-time", "soon"), 2, "'soon' is no time"),
-        (("follow", "-n", "0"), 2, "0 is not in the range"),
-        (("follow", "-f", "%q"), 2, "'%q' in the format is not known"),
-        (("follow", "-f", "json"), 2, "format is 'json'; must be jsonl, csv, raw, or have a %"),
-        (("follow", "--group", "g", "--from-start"), 2, "go without --group"),
-        (("follow", "--group", "g", "--position", "p"), 2, "go without --group"),
-        (("follow", "--group", "g", "--until-now"), 2, "must be left out with a group"),
-        (("follow", "--member", "m"), 2, "--member goes with --group"),
-        (("follow", "-f", "raw", "--keys-only"), 2, "-f raw prints values"),
-        # As of a variable that is not set.
-        (("follow", "--group", ""), 2, "group '' is 0 bytes"),
-        (("follow", "--group", "g", "--member", ""), 2, "member '' is 0 bytes"),
-        (("load", "parquet", __file__), 2, "test_cat.py: not Parquet"),
-        (("load", "csv", __file__), 2, 'test_cat.py:1: the column "key" is there 0 times'),
-        (("bench", "--rows", "0"), 2, "0 is not in the range"),
-        (("bench", "--bucket", "none"), 3, "there is no bucket 'none'"),
-        (("get", ""), 2, "key is 0 bytes"),
-        (("set", "", "v"), 2, "key is 0 bytes"),
-        (("get", "k", "--bucket", "none"), 3, "there is no bucket 'none'"),
-        (("dump", "--bucket", "none"), 3, "there is no bucket 'none'"),
-        (("delete", "k", "--bucket", "none"), 3, "there is no bucket 'none'"),
-    ],
-)
-def test_what_cannot_be_asked_is_one_line(
-    target: str, arguments: tuple[str, ...], status: int, words: str
-) -> None:
-    result = run_cat(target, *arguments)
-    assert (result.exit_code, result.stdout) == (status, "")
-    assert words in result.stderr

@@ -88,14 +88,6 @@ def test_damage_is_told_with_its_place_and_with_what_can_be_read(tmp_path: Path)
     assert [f["partition"] for f in document["buckets"][0]["findings"]] == [7]
 
 
-def test_a_directory_that_is_none(tmp_path: Path) -> None:
-    for command in (["check"], ["restore-copy", "--yes"]):
-        code, words = failed(*command, tmp_path / "nowhere")
-        assert (code, words.count("\n")) == (2, 1)
-        assert "is not a data directory" in words
-        assert not (tmp_path / "nowhere").exists()
-
-
 def test_a_truncated_file_ends_the_server_with_one_line(server_process: StartServer) -> None:
     server = server_process()
     write(server, 500)

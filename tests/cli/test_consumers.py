@@ -121,15 +121,6 @@ async def test_reset_asks_first(target: str, monkeypatch: pytest.MonkeyPatch) ->
     assert len(await document(target)) == 1
 
 
-@pytest.mark.parametrize("to", ["yesterday", "2026-05-01T12:00:00", "-2h ago", "1969-12-31T23:59Z"])
-def test_a_place_that_is_none_is_refused(to: str) -> None:
-    command = ["consumers", "reset", NAME, "--to", to, "--yes", "--target", "127.0.0.1:1"]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == exit_codes.USAGE
-    assert "for example 2026-05-01T12:00:00Z" in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("words", "moment"),
     [
@@ -146,9 +137,11 @@ def test_times(words: str, moment: datetime) -> None:
     assert parse_time(words, NOW) == moment
 
 
-@pytest.mark.parametrize("words", ["", "ago", "1e300d ago", "3000000d ago", "nan ago"])
+@pytest.mark.parametrize(
+    "words", ["", "ago", "-2h ago", "1e300d ago", "3000000d ago", "nan ago", "1969-12-31T23:59Z"]
+)
 def test_what_is_no_time(words: str) -> None:
-    with pytest.raises(InvalidArgumentError):
+    with pytest.raises(InvalidArgumentError, match="for example 2026-05-01T12:00:00Z"):
         parse_time(words, NOW)
 
 

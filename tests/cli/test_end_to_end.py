@@ -1,7 +1,6 @@
 """The commands against a real server."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -129,14 +128,6 @@ def test_load_git(target: str, tmp_path: Path, bare: bool) -> None:
     assert "gitlink" in result.stderr
     tree = {path.decode(): blob.decode() for path, blob in repo.tree().items()}
     assert state(follow(target)) == tree
-
-
-def test_load_git_of_nothing(target: str, tmp_path: Path) -> None:
-    assert run_cat(target, "load", "git", str(tmp_path)).exit_code == 2
-    empty = RepoBuilder(tmp_path / "empty")
-    result = run_cat(target, "load", "git", str(empty.folder))
-    assert result.exit_code == 2
-    assert "has no commits" in result.stderr
 
 
 @pytest.mark.crash
@@ -280,22 +271,3 @@ def test_admin_formats(target: str) -> None:
     assert explained["start"]["answer"] == "started"
     above = json.loads(run_admin(*arguments, "3", "--json").stdout)
     assert above["start"]["alarm"] is True
-
-
-def test_errors_of_the_connection() -> None:
-    for command, arguments in (
-        (admin.main, ["failover-log", "5"]),
-        (cat.main, ["follow"]),
-        (cat.main, ["load", "jsonl", os.devnull]),
-    ):
-        result = CliRunner().invoke(command, [*arguments, "--target", "127.0.0.1:1"])
-        assert result.exit_code == 5, result.output
-        assert result.stderr.startswith("error: ")
-        assert result.stderr.count("\n") == 1
-
-
-def test_the_environment_configures_the_server(server_process: StartServer, tmp_path: Path) -> None:
-    with pytest.raises(
-        Exception, match="UPR_SERVER_TAIL_BYTES: tail-bytes: '0' must be a size of 1B to"
-    ):
-        server_process(environment={"UPR_SERVER_TAIL_BYTES": "0"})

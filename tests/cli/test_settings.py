@@ -151,6 +151,11 @@ def test_what_a_file_cannot_say(text: str, words: str, tmp_path: Path) -> None:
     assert words in error
 
 
+def test_what_the_environment_cannot_say() -> None:
+    error = printed("--data", "x", environment={"UPR_SERVER_TAIL_BYTES": "0"}, status=2)["error"]
+    assert "UPR_SERVER_TAIL_BYTES: tail-bytes: '0' must be a size of 1B to" in error
+
+
 def test_unknown_names_elsewhere() -> None:
     # Kubernetes tells of the services upr-server, upr-server-1 and upr-server-metrics.
     known = {"UPR_SERVER_PORT_7711_TCP_ADDR": "10.0.0.1", "UPR_SERVER_SERVICE_HOST": "10.0.0.1"}

@@ -136,19 +136,6 @@ def test_forget(filled: str) -> None:
     assert wrong.exit_code == exit_codes.USAGE
 
 
-def test_another_bucket_is_not_found(filled: str) -> None:
-    for command in ("storage", "consumers"):
-        result = run(filled, command, "--bucket", "nobody's")
-        assert result.exit_code == exit_codes.NOT_FOUND
-        assert "nobody's" in result.stderr
-
-
-def test_nobody_there() -> None:
-    for command in ("status", "storage", "consumers"):
-        result = CliRunner().invoke(main, [command, "--target", "127.0.0.1:1"])
-        assert result.exit_code == exit_codes.UNREACHABLE
-
-
 @pytest.mark.parametrize(
     ("count", "words"),
     [

@@ -152,21 +152,6 @@ def test_a_time_outside_of_the_calendar_is_refused(made: Source) -> None:
     assert restore_point("1970-01-01T01:00:00+01:00") == (0,)
 
 
-def test_a_folder_without_a_repository_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    for name in ("file", "nothing"):
-        done = upr_backup(tmp_path / name, "list")
-        assert (done.exit_code, str(tmp_path / name) in done.stderr) == (2, True), done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_without_arguments_it_says_how_it_is_used() -> None:
-    done = CliRunner().invoke(main, [], prog_name="upr-backup")
-    assert done.exit_code == 2
-    assert done.stderr.startswith("Usage: upr-backup ")
-    assert len(done.stderr.splitlines()) > 10
-
-
 def test_an_interrupt_while_it_loads_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from tests.harness import RunningServer, wait_until
 from tests.spark.backup_process import (
@@ -27,7 +26,6 @@ from tests.spark.backup_process import (
 )
 from tests.spark.restoring import content, document, restored, taken, upr_backup
 from upr_backup.backup import GROUP_SEQNOS, GROUP_SEQNOS_MIN, group_size, split
-from upr_backup.cli.commands import main
 from upr_backup.engines import spark_session
 from upr_backup.engines.engine import Finished, TaskError, from_text, to_text
 from upr_backup.engines.local import LocalEngine
@@ -333,25 +331,6 @@ def test_masters_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="needs pyspark"):
         spark_session.check_installed()
-
-
-def test_bad_options_get_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAVA_HOME", "/nowhere")
-    cases = [
-        (["--processes", "0"], "--processes"),
-        (["--master", "local[2]"], "add --engine spark"),
-        (["--conf", "x=y"], "spark.NAME=VALUE"),
-        (["--engine", "spark", "--processes", "2"], "of the engine local"),
-        (["--engine", "spark"], "openjdk-17-jre-headless"),
-        (["--every", "soon"], "must be a duration"),
-        (["--every", "0"], "a duration of 1s to"),
-        (["--every", "5s", "--full"], "--full and --every"),
-        (["--engine", "flink"], "flink"),
-    ]
-    for options, words in cases:
-        done = CliRunner().invoke(main, [str(tmp_path), "backup", *options])
-        assert (done.exit_code, done.stdout, words in done.stderr) == (2, "", True), done.stderr
-        assert done.stderr.count("\n") == 1
 
 
 def test_the_server_keeps_deletions_for_the_next_backup(

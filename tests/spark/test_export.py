@@ -156,9 +156,6 @@ def test_bad_input_is_one_line(made: Source, tmp_path: Path) -> None:
         (["--format", "parquet", "--to", str(tmp_path / "file" / "x")], 4, "File exists"),
         (["--format", "delta", "--to", "nowhere://x/y"], 2, "nowhere"),
         (["--format", "delta", "--to", str(made.repository)], 4, "is a repository"),
-        (["--format", "csv", "--to", str(tmp_path / "x")], 2, "csv"),
-        (["--format", "parquet"], 2, "--to"),
-        (["--format", "parquet", "--to", "x", "--overwrite"], 2, "--format delta"),
         (["--format", "parquet", "--to", str(tmp_path / "x"), "--at", "9"], 3, "no backup 9"),
     ]
     for arguments, code, words in cases:
