@@ -167,7 +167,6 @@ class RowsWriter:
         return FileRef(self._path, self._sink.size, digest, int(self.rows.sum()))
 
     def close(self) -> None:
-        """Leave no file open."""
         if self._sink is not None:
             self._sink.close()
 
@@ -706,7 +705,6 @@ def _columns(first: Any, second: Any, name: str) -> list[Any]:
 
 
 def some_keys(table: Any, rows: I64) -> list[bytes]:
-    """Return the keys of the first few of these rows."""
     keys = table.column("key")
     return [keys[row].as_py() for row in rows[:_SHOWN].tolist()]
 
@@ -739,7 +737,6 @@ def only_keys(keys: Any) -> Keep:
 
 
 def data_bytes(table: Any) -> int:
-    """Return the bytes of a table's keys and values."""
     total = 0
     for name in ("key", "value"):
         total += int(pc.sum(pc.cast(pc.binary_length(table.column(name)), pa.int64())).as_py() or 0)

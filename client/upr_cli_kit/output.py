@@ -62,7 +62,6 @@ def print_json(document: object) -> None:
 
 
 def problem_document(problem: UprError) -> dict[str, str]:
-    """Return an error as a JSON object."""
     return {"reason": problem.reason, "message": problem.message, "hint": problem.hint}
 
 
@@ -390,7 +389,6 @@ def verbose_option(function: _F) -> _F:
 
 
 def output_options(function: _F) -> _F:
-    """Add --json and --verbose."""
     return json_option(verbose_option(function))
 
 

@@ -196,5 +196,4 @@ def watch_option(function: _F) -> _F:
 
 
 def watched_output_options(function: _F) -> _F:
-    """Add --json, --watch and --verbose."""
     return json_option(watch_option(verbose_option(function)))

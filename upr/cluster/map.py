@@ -64,7 +64,6 @@ class MapRows:
         return found, known
 
     async def read(self) -> Row:
-        """Return the row; see ``Rows``."""
         _, known = await self._there()
         return known.row
 

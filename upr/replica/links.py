@@ -28,12 +28,10 @@ class Link:
         self._metadata = metadata
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        """Return a method that takes one request."""
         method = self._channel.unary_unary(*arguments, **options)
         return lambda request, **more: method(request, **{"metadata": self._metadata(), **more})
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        """Return a method whose messages are written and read one by one."""
         method = self._channel.stream_stream(*arguments, **options)
         return lambda **more: method(**{"metadata": self._metadata(), **more})
 

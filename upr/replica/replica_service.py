@@ -78,7 +78,6 @@ class ReplicaMethods:
 
     @property
     def part(self) -> SetPart:
-        """Its part in its set."""
         return self._set_status.part
 
     @property
@@ -106,7 +105,6 @@ class ReplicaMethods:
     async def GetTopology(
         self, request: wire.GetTopologyRequest, context: Context
     ) -> wire.GetTopologyResponse:
-        """Return what this server knows of its set."""
         return self.topology(PERMIT.get().identity.may_everywhere(RULES[_TOPOLOGY].roles))
 
     def topology(self, told_why: bool) -> wire.GetTopologyResponse:

@@ -84,7 +84,6 @@ class LocalEngine:
                 worker.kill()
 
     def close(self) -> None:
-        """End the processes."""
         while self._idle:
             self._idle.pop().kill()
 

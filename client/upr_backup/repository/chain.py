@@ -154,7 +154,6 @@ class Chain:
         return base
 
     def is_base(self, number: int) -> bool:
-        """Return whether a full backup or a merged base is at a number."""
         return number in self.merged or self.link(number).kind == "full"
 
     @property

@@ -22,7 +22,6 @@ from upr_protocol.limits import PARTITIONS, SEQNO_MAX
 
 
 def now_micros() -> int:
-    """Return microseconds since the epoch."""
     return round(time.time() * 1e6)
 
 
@@ -48,7 +47,6 @@ def canonical(value: object) -> bytes:
 
 
 def sha256(data: bytes) -> str:
-    """Return a SHA-256 as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -201,17 +199,14 @@ class Manifest:
 
     @property
     def rows(self) -> int:
-        """How many rows it adds."""
         return sum(entry.rows for entry in self.entries.values())
 
     @property
     def file_bytes(self) -> int:
-        """The size of its data files."""
         return sum(file.bytes for file in self.files)
 
     @property
     def parent_sha256(self) -> str:
-        """The SHA-256 in its parent."""
         return self.parent.partition("+")[0]
 
     @property

@@ -123,7 +123,6 @@ class EncryptedStorage:
         return cast(BinaryIO, io.BufferedReader(reader, _CHUNK_BYTES))
 
     def size(self, name: str) -> int:
-        """Return how many bytes an object has when it is decrypted."""
         return _plain_size(name, self._storage.size(name))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -200,7 +199,6 @@ class EncryptingSink:
         """Do nothing: a chunk is written when it is full."""
 
     def end(self) -> None:
-        """Seal the last chunk."""
         self._seal(bytes(self._held), True)
         self._held.clear()
 

@@ -290,7 +290,6 @@ class LocalSink:
         return view.nbytes
 
     def flush(self) -> None:
-        """Hand what was written to the operating system."""
         self._file.flush()
 
     def finish(self) -> str:

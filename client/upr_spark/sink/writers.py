@@ -151,7 +151,6 @@ class Chunks:
                 yield from self._take()
 
     def rest(self) -> Iterator[Chunk]:
-        """Return the chunk of the rows that are left, if there are any."""
         if self._keys:
             yield from self._take()
 

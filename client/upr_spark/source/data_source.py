@@ -217,7 +217,6 @@ class UprReader(DataSourceReader):
         return [Task(version, group, cut) for group in grouped(ranges, settings.tasks)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Yield Arrow record batches."""
         return _read(self._settings, self._schema, partition, in_batch=True)
 
 
@@ -325,7 +324,6 @@ class UprStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._planner
 
     def initialOffset(self) -> dict[str, Any]:
-        """Return where a query without a checkpoint begins."""
         return self._plans().initial()
 
     def prepareForTriggerAvailableNow(self) -> None:
@@ -350,7 +348,6 @@ class UprStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return [Task(to.bucket_version, group, to.cut) for group in groups]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Yield Arrow record batches."""
         return _read(self._settings, self._schema, partition, in_batch=False)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:

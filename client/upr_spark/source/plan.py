@@ -42,7 +42,6 @@ class Range:
 
     @property
     def weight(self) -> int:
-        """How much work it is, about."""
         return self.end_seqno - self.from_seqno + 1
 
 

@@ -210,7 +210,6 @@ class RangeReader:
         self._positions = {one.partition: _position(bucket_version, one) for one in ranges}
 
     def reached(self, partition: int) -> int:
-        """Return up to which seqno a partition was read."""
         return self._positions[partition].seqno
 
     def ask(self, ids: Mapping[int, int | None]) -> dict[int, Answer]:

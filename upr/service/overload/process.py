@@ -42,7 +42,6 @@ def raise_descriptor_limit() -> None:
 
 
 def descriptor_limit() -> int:
-    """Return how many files may be open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 2**31 if soft == resource.RLIM_INFINITY else soft
 

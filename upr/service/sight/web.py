@@ -93,7 +93,6 @@ class Page:
 
 
 def said(serving: bool) -> Answer:
-    """Return the answer of a health check."""
     return Answer(200, b"serving\n") if serving else Answer(503, b"not serving\n")
 
 

@@ -170,7 +170,6 @@ def token_of(failover_id: int, seqno: int) -> int:
 
 
 def split_token(token: int) -> tuple[int, int]:
-    """Return failover id and seqno of a token."""
     return token >> SEQNO_BITS, token & SEQNO_MAX
 
 
