@@ -54,12 +54,6 @@ def test_a_file_holds_the_largest_positions_of_all_partitions(tmp_path: Path) ->
     assert found == {partition: largest[partition] for partition in (0, 1023)}
 
 
-def test_saving_without_loading_keeps_the_others(tmp_path: Path) -> None:
-    FilePositions(tmp_path / "p").save({1: at(1)})
-    FilePositions(tmp_path / "p").save({2: at(2)})
-    assert FilePositions(tmp_path / "p").load([1, 2]) == {1: at(1), 2: at(2)}
-
-
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
 def test_a_crash_before_the_rename_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str

@@ -46,8 +46,6 @@ from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
 
-"""Turns of the loop after which everything that can go on without the disk has gone on."""
-
 
 def config(folder: Path, **settings: Any) -> ServerConfig:
     return ServerConfig(data=folder, **settings)

@@ -11,7 +11,6 @@ from tests.harness import poll
 from tests.raw import RawClient, start_at
 from upr.service.overload import process
 from upr_client import AsyncClient
-from upr_protocol.errors import BucketNotFoundError
 from upr_protocol.partitioning import partition_of
 
 VALUE_BYTES = 500
@@ -102,18 +101,6 @@ async def test_a_second_flush_leaves_something_unmerged(server_process: StartSer
         found = await poll(partial(client.admin.storage, bucket), lambda told: told.blocks)
         assert found.flushed_bytes >= found.block_bytes - found.merge_output_bytes
         assert found.unmerged_bytes < found.block_bytes
-
-
-@pytest.mark.asyncio
-async def test_a_bucket_that_is_not_there_is_not_found(target: str) -> None:
-    async with AsyncClient(target) as client:
-        bucket = client.bucket("nobody's")
-        with pytest.raises(BucketNotFoundError):
-            await client.admin.storage(bucket)
-        with pytest.raises(BucketNotFoundError):
-            await client.admin.consumers(bucket)
-        with pytest.raises(BucketNotFoundError):
-            await client.admin.forget_consumer(bucket, "c")
 
 
 def test_without_proc_the_memory_is_not_known(
