@@ -14,7 +14,6 @@ WHO = b"committer T <t@example.org> 1700000000 +0000\n"
 
 
 def git(repo: Path, *arguments: str, stdin: bytes | None = None) -> bytes:
-    """Run git in a repository and return what it prints."""
     return subprocess.run(
         ["git", "-C", str(repo), *arguments],
         check=True,
@@ -72,7 +71,6 @@ class RepoBuilder:
         return mark
 
     def make(self) -> Path:
-        """Import what was collected."""
         # core.protectNTFS and the like judge paths at checkout only; nothing is checked out here.
         git(self.folder, "fast-import", "--quiet", stdin=b"".join(self._stream))
         self._stream.clear()

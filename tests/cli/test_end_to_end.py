@@ -21,7 +21,6 @@ StartServer = Callable[..., RunningServer]
 
 
 def run_cat(target: str, *arguments: str, stdin: str | None = None) -> Result:
-    """Run upr-cat in this process."""
     result = CliRunner().invoke(cat.main, [*arguments, "--target", target], input=stdin)
     assert "Traceback" not in result.output
     return result
@@ -46,12 +45,10 @@ def state(lines: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def jsonl(*rows: tuple[str, str | None]) -> str:
-    """Return rows as JSON lines."""
     return "".join(json.dumps({"key": key, "value": value}) + "\n" for key, value in rows)
 
 
 def popen_cat(target: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start upr-cat as a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "upr.cli", "cat", *arguments, "--target", target],
         stdin=subprocess.PIPE,

@@ -135,7 +135,6 @@ class Pipe(io.BytesIO):
     """Gives a few bytes at a time, as a pipe does."""
 
     def read1(self, size: int | None = -1, /) -> bytes:
-        """Up to three bytes."""
         return super().read1(3)
 
 

@@ -28,11 +28,9 @@ class Follower:
         self._changes = stack.enter_context(client.bucket().changes(**options))
 
     def take(self, count: int) -> list[Event]:
-        """The next events, as many."""
         return [next(self._changes) for _ in range(count)]
 
     def rest(self) -> list[Event]:
-        """All events up to the end."""
         return list(self._changes)
 
 
@@ -47,7 +45,6 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def follow(server: ScriptedServer) -> Iterator[Follow]:
-    """A function that begins to follow."""
     with ExitStack() as stack:
         yield lambda **options: Follower(
             stack, server.target, {"only": Only([P]), "on_rollback": "event", **options}

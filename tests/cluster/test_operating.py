@@ -18,13 +18,11 @@ pytestmark = [pytest.mark.crash, pytest.mark.etcd, pytest.mark.long]
 
 
 def versions(server: RunningServer) -> dict[str, int]:
-    """Return the versions of a server's buckets, by name."""
     with Client(server.target) as client:
         return {one.name: one.version for one in client.admin.buckets()}
 
 
 def ran(*arguments: str) -> str:
-    """Return what upr-admin says."""
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     return str(done.output)

@@ -77,12 +77,10 @@ class Reading:
         self.rows[rollback.partition] = [row for row in rows if row[0] <= rollback.seqno]
 
     def state(self) -> dict[bytes, bytes | None]:
-        """What it has, by key."""
         rows = itertools.chain.from_iterable(list(self.rows.values()))
         return {key: value for _, key, value in rows}
 
     def until(self, key: bytes) -> None:
-        """Wait until a key was seen."""
         before = len(self.seen)
         wait_until(
             lambda: key in self.seen or self.error is not None,

@@ -24,7 +24,6 @@ SOON = {
 
 
 def run(*arguments: str) -> Result:
-    """Give upr-admin an order."""
     result = CliRunner().invoke(admin.main, arguments)
     assert "Traceback" not in result.output
     return result
@@ -70,7 +69,6 @@ def wait_until_counted(servers: list[RunningServer], owner: RunningServer) -> No
 
 
 def is_active(server: RunningServer) -> bool:
-    """Return whether a server is active."""
     known = topology(server.target)
     return known is not None and known.active
 

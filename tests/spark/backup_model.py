@@ -142,7 +142,6 @@ def newest_rows(rows: list[Row]) -> list[Row]:
 
 
 def newest_state(rows: list[Row]) -> State:
-    """Return the state that rows make."""
     return {key: value for _, key, value in newest_rows(rows) if value is not None}
 
 

@@ -31,7 +31,6 @@ def children(pid: int) -> list[int]:
 
 
 def workers(pid: int) -> list[int]:
-    """Return the worker processes of a driver's pool."""
     return children_with(pid, b"spawn_main")
 
 
@@ -83,7 +82,6 @@ class Backup:
 
     @property
     def running(self) -> bool:
-        """Whether it is there."""
         return self._process.poll() is None
 
     def words(self) -> str:
@@ -96,7 +94,6 @@ class Backup:
         assert self.running, self.end()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the driver alone."""
         os.kill(self.pid, number)
 
     def interrupt(self) -> None:
@@ -104,7 +101,6 @@ class Backup:
         os.killpg(self.pid, signal.SIGINT)
 
     def kill(self) -> None:
-        """SIGKILL the driver."""
         self._process.kill()
         self._process.wait()
 
@@ -115,7 +111,6 @@ class Backup:
 
 
 def staged(repository: Path) -> list[Path]:
-    """Return the records of groups that are staged."""
     names = (repository / "staging").rglob("*.json")
     return [path for path in names if path.name != "plan.json"]
 

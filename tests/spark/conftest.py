@@ -86,7 +86,6 @@ def made(shared_source: Source) -> Source:
 
 @pytest.fixture
 def client(shared_server: RunningServer) -> Iterator[Client]:
-    """A client for each test."""
     with Client(shared_server.target) as client:
         yield client
 
@@ -101,6 +100,5 @@ def bucket(client: Client, request: pytest.FixtureRequest) -> Iterator[Bucket]:
 
 @pytest.fixture
 def place(shared_server: RunningServer) -> Iterator[Place]:
-    """A bucket to write into."""
     with new_place(shared_server.target) as place:
         yield place

@@ -38,7 +38,6 @@ def document(done: Result) -> dict[str, Any]:
 
 
 def content(target: str, name: str = "default") -> State:
-    """Return what a bucket holds."""
     state: State = {}
     with (
         Client(target) as client,
@@ -107,7 +106,6 @@ class Source:
         write(self.server, self.state, rows)
 
     def backup(self) -> None:
-        """Take a backup."""
         done = upr_backup(self.repository, "backup", "--processes", "1")
         assert done.exit_code == 0, done.stderr
         self.points.append(dict(self.state))

@@ -79,7 +79,6 @@ class S3Server:
 
     @property
     def endpoint(self) -> str:
-        """The URL."""
         return f"http://127.0.0.1:{self._http.server_address[1]}"
 
     @property
@@ -100,7 +99,6 @@ class S3Server:
         return upload
 
     def close(self) -> None:
-        """End it."""
         self.ended.set()
         self._http.shutdown()
         self._thread.join()

@@ -57,7 +57,6 @@ class Place:
 
     @contextmanager
     def opened(self) -> Iterator[Bucket]:
-        """The bucket, through a client of its own."""
         with Client(self.target) as client:
             yield client.bucket(self.bucket)
 
@@ -76,7 +75,6 @@ class Place:
         return kept
 
     def mutations(self) -> int:
-        """How many mutations there ever were."""
         with Client(self.target) as client:
             return sum(info.high_seqno for info in client.admin.partitions(self.bucket))
 

@@ -95,7 +95,6 @@ class ModelServer:
         return self.ids
 
     def happen(self, chance: float = 0.4) -> None:
-        """Let something happen, or nothing."""
         if self.calm or self.random.random() > chance:
             return
         dice = self.random.random()
@@ -118,7 +117,6 @@ class ModelServer:
             self.serve_old_copy(at)
 
     def write(self, at: Partition) -> None:
-        """Write one to three keys."""
         if at.frozen:
             return
         for _ in range(self.random.randint(1, 3)):

@@ -151,7 +151,6 @@ class Changes:
 
 
 def rolled_back(from_seqno: int, seqno: int) -> Rollback:
-    """Return a rollback of partition 7."""
     return Rollback(7, from_seqno, seqno, 1, 2, "rule", "words")
 
 

@@ -41,12 +41,10 @@ def whole(repository: Path) -> bool:
 
 
 def numbers(repository: Path) -> list[int]:
-    """Return the restore points that there are."""
     return [backup["id"] for backup in said(repository, "list")]
 
 
 def backed_up(repository: Path, *options: str, code: int = 0) -> dict[str, object]:
-    """Take a backup in this process."""
     return taken(repository, "--processes", "1", *options, code=code)
 
 

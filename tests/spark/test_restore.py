@@ -42,7 +42,6 @@ def restore(made: Source, target: str, *options: str) -> Any:
 
 
 def journal_files(made: Source) -> list[Path]:
-    """Return what is left of journals."""
     return [path for path in (made.repository / "journal").rglob("*") if path.is_file()]
 
 

@@ -40,7 +40,6 @@ REAL = os.environ.get("UPR_TEST_STORAGE")
 
 @pytest.fixture(params=["folder", "memory", "s3", *(["real"] if REAL else [])])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
-    """One of each kind."""
     if request.param == "folder":
         yield open_storage(str(tmp_path / "new" / "folder"))
     elif request.param == "memory":

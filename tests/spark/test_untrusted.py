@@ -36,12 +36,10 @@ def made(tmp_path: Path) -> Path:
 
 
 def content(made: Path) -> Json:
-    """Return the manifest's JSON."""
     return unseal((made / MANIFEST).read_bytes(), MANIFEST)
 
 
 def some(manifest: Json) -> Any:
-    """Return the entry of a partition that has rows."""
     return next(entry for entry in manifest["partitions"].values() if entry["rows"])
 
 
