@@ -29,6 +29,7 @@ from upr_backup.errors import BackupNotFoundError, RepositoryError
 from upr_backup.repository import Storage, check_storage, open_storage
 from upr_backup.repository.chain import Chain, Link
 from upr_backup.repository.documents import Json, Manifest, now_micros, time_text
+from upr_backup.repository.lock import Lock
 from upr_backup.repository.repository import Repository
 from upr_cli_kit import exit_codes
 from upr_cli_kit.options import TARGET, Parsed, login, login_options, open_client, required_target
@@ -197,7 +198,6 @@ def _take(
         options: of ``Run``.
     """
     from upr_backup.backup import Run
-    from upr_backup.repository.lock import Lock
     from upr_backup.source import ServerSource
 
     far = Far()

@@ -19,7 +19,8 @@ from upr_backup.cli.shared import (
 from upr_backup.errors import RepositoryDamagedError, RepositoryError
 from upr_backup.repository import Storage
 from upr_backup.repository.documents import now_micros, time_text
-from upr_backup.repository.repository import number_in
+from upr_backup.repository.lock import Lock
+from upr_backup.repository.repository import Tag, number_in
 from upr_cli_kit import exit_codes
 from upr_cli_kit.output import confirm, note, output_options, print_done, print_json
 
@@ -36,7 +37,6 @@ def merge(storage: Storage, to: int | None, as_json: bool) -> None:
     Without --to it is the newest possible one, but for the newest two; with an option --keep-... the newest
     possible one that lets 'expire' with the same options drop what is before. Nothing is removed or replaced.
     """
-    from upr_backup.repository.lock import Lock
     from upr_backup.retention import FileFold, Merge, chosen
 
     if to is not None and is_keep_given():
@@ -70,7 +70,6 @@ def expire(storage: Storage, as_json: bool) -> None:
     kept and the base beneath it, a full backup or a merged one, stay with it. Nothing is removed from the storage;
     'prune' does that.
     """
-    from upr_backup.repository.lock import Lock
     from upr_backup.retention import beginning
     from upr_backup.retention import expire as decide
 
@@ -123,7 +122,6 @@ def prune(storage: Storage, grace: int, dry_run: bool, as_json: bool) -> None:
 
     After an expiry that left a merged base it takes one more backup before anything of that can be removed.
     """
-    from upr_backup.repository.lock import Lock
     from upr_backup.retention import plan
     from upr_backup.retention import prune as remove
 
@@ -170,9 +168,6 @@ def tag(
     storage: Storage, name: str, number: int | None, pin: bool, remove: bool, as_json: bool
 ) -> None:
     """Give a backup a name, the newest unless ID says which; --at takes tag:NAME then."""
-    from upr_backup.repository.lock import Lock
-    from upr_backup.repository.repository import Tag
-
     repository = open_repository(storage)
     if remove:
         if pin or number is not None:
@@ -206,8 +201,6 @@ def repair(storage: Storage, yes: bool, as_json: bool) -> int:
     on from what is left. Put damaged files back from a copy instead, where there is one. Without a terminal, --yes is
     needed.
     """
-    from upr_backup.repository.lock import Lock
-
     repository = open_repository(storage)
     with Lock(storage) as lock:
         damage: list[str] = []
@@ -261,8 +254,6 @@ def unlock(storage: Storage, as_json: bool) -> None:
 
     A run that is alive all the same notices, and commits nothing.
     """
-    from upr_backup.repository.lock import Lock
-
     open_repository(storage)
     holder = Lock(storage).force()
     if as_json:
