@@ -33,15 +33,6 @@ def run(path: Path, statement: str, *arguments: object) -> None:
         connection.execute(statement, arguments)
 
 
-def test_positions_come_back_as_they_were(path: Path) -> None:
-    store = SqlitePositions(path)
-    assert store.load(range(1024)) == {}
-    store.save({3: at(10), 1023: at(11)})
-    store.save({3: at(12)})
-    assert SqlitePositions(str(path)).load(range(1024)) == {3: at(12), 1023: at(11)}
-    assert SqlitePositions(path).load(iter([1023, 5])) == {1023: at(11)}
-
-
 def test_loading_writes_nothing(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         assert SqlitePositions(connection).load([1]) == {}

@@ -21,7 +21,6 @@ from upr_client.lowlevel import hello
 from upr_client.testing import ScriptedServer
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import PARTITIONS
-from upr_protocol.partitioning import partition_of
 
 # Being an honest server.
 
@@ -42,15 +41,6 @@ def test_what_is_written_is_followed(server: ScriptedServer, follow: Follow) -> 
     assert server.high_seqno(P) == 3
 
 
-def test_until_now_over_all_partitions(server: ScriptedServer, follow: Follow) -> None:
-    rows = [(b"key %d" % i, b"%d" % i) for i in range(3000)]
-    server.write_many(rows)
-    events = follow(only=Only(), until="now").rest()
-    assert {e.key: e.value for e in events if isinstance(e, Change)} == dict(rows)
-    assert all(partition_of(e.key) == e.partition for e in events if isinstance(e, Change))
-    assert server.state() == dict(rows)
-
-
 def test_large_values_go_through_a_small_window(server: ScriptedServer, follow: Follow) -> None:
     large = [(key, key * 20_000) for key in KEYS[:6]]
     server.write_many(large)
@@ -60,17 +50,6 @@ def test_large_values_go_through_a_small_window(server: ScriptedServer, follow: 
     frames = server.calls_of("Follow")[0].responses_of("frame")
     # A part of a run that is not the last one ends in no marker.
     assert len(frames) > 1
-
-
-def test_the_sdk_writes(server: ScriptedServer) -> None:
-    rows = [(b"key %d" % i, None if i % 7 == 0 else b"%d" % i) for i in range(2000)]
-    with Client(server.target) as client:
-        bucket = client.bucket()
-        assert bucket.write_many(rows).rows == 2000
-        result = bucket.set(KEYS[0], b"x")
-        assert (result.partition, result.seqno) == (P, server.high_seqno(P))
-        assert bucket.version
-    assert server.state() == {k: v for k, v in rows if v is not None} | {KEYS[0]: b"x"}
 
 
 def test_a_write_whose_answer_is_lost_is_applied_once(server: ScriptedServer) -> None:
