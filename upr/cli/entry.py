@@ -12,6 +12,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
             "grpc_health",
             "grpc_reflection",
             "prometheus_client",
+            "uvloop",
             "zstandard",
         ),
     ),

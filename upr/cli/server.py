@@ -1,6 +1,5 @@
 """``upr-server``: run a server on a data directory."""
 
-import asyncio
 import gc
 import os
 from typing import Any
@@ -66,11 +65,13 @@ def main(ctx: click.Context, /, print_config: bool, **values: Any) -> int:
     # Looking for garbage among what is imported finds none, and takes a tenth of the start.
     gc.disable()
     # grpc, lmdb and pyarrow cost a third of a second, which --help and a wrong option should not pay.
+    import uvloop
+
     from upr.cluster.keeper import replicate
     from upr.service.server import serve
 
     gc.enable()
-    return asyncio.run(serve(config, replicate))
+    return uvloop.run(serve(config, replicate))
 
 
 add_examples(

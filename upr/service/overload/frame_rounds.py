@@ -7,6 +7,7 @@ the loop slow makes the rounds longer, or late, which counts as well. A follower
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -73,7 +74,7 @@ class Rounds:
         """Return whether a frame is to be sent now. If not, ``wake`` is called when the next round begins."""
         if not self._is_open:
             loop = asyncio.get_running_loop()
-            left = self.pace.left(loop.time())
+            left = self.pace.left(time.monotonic())
             if left and not self._waiting:
                 loop.call_later(left, self._begin, loop)
             if left or self._waiting:
@@ -93,10 +94,10 @@ class Rounds:
         """Open a round until all who are awake by now have sent."""
         self._is_open = True
         self._frames = 0
-        self.pace.begin(loop.time(), waited=waited)
+        self.pace.begin(time.monotonic(), waited=waited)
         loop.call_soon(self._close, loop)
 
     def _close(self, loop: asyncio.AbstractEventLoop) -> None:
         self._is_open = False
         if self._frames:
-            self.pace.end(loop.time(), self._frames)
+            self.pace.end(time.monotonic(), self._frames)
