@@ -112,7 +112,7 @@ class Block:
         return max(len(self.key_offsets) // 4 - 1, 0)
 
     @property
-    def columns(self) -> tuple[bytes, ...]:
+    def columns(self) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]:
         """The seven columns, in the order of the wire."""
         return (
             self.seqnos,
@@ -140,7 +140,7 @@ _LENGTHS = struct.Struct("<7I")
 _FURTHER = struct.Struct("<3I")
 FEW_ROWS: Final = 16
 """Rows up to which a loop costs less than arrays: these are slow where the processor did something else before."""
-_RUN = struct.Struct("<IIQQQQ")
+RUN_FIELDS: Final = struct.Struct("<IIQQQQ")
 _EDGES = [struct.Struct(f"<{rows + 1}i") for rows in range(FEW_ROWS + 1)]
 """Offsets of a column, by its rows."""
 
@@ -242,28 +242,28 @@ def _is_sound(block: Block, *, numbered: bool) -> bool:
         return False
     if not len(block.value_offsets) == len(block.key_offsets) == 4 * rows + 4:
         return False
-    keys, values = (_EDGES[rows].unpack(of) for of in (block.key_offsets, block.value_offsets))
+    unpack, ops = _EDGES[rows].unpack, block.ops
+    keys, values = unpack(block.key_offsets), unpack(block.value_offsets)
     key_lengths, value_lengths = ([b - a for a, b in pairwise(of)] for of in (keys, values))
-    ops = block.ops or bytes(rows)
-    runs = block.runs.tolist()
+    total, before = 0, -1
+    for partition, count, start, end, horizon, _ in block.runs.tolist():
+        spans = count == end - start and end <= horizon <= SEQNO_MAX
+        if not (count and before < partition and (spans if numbered else start == end == 0)):
+            return False
+        total, before = total + count, partition
     return (
         (keys[0], keys[-1], values[0], values[-1]) == (0, len(block.keys), 0, len(block.values))
         and KEY_BYTES_MIN <= min(key_lengths) <= max(key_lengths) <= KEY_BYTES_MAX
         and 0 <= min(value_lengths) <= max(value_lengths) <= VALUE_BYTES_MAX
         and block.column_bytes <= WRITE_BLOCK_BYTES_MAX
-        and len(ops) == rows
+        and total == rows
+        and before < PARTITIONS
+        and len(ops) in (0, rows)
         and all(
-            op == OP_SET or (op == OP_DELETE and not size)
-            for op, size in zip(ops, value_lengths, strict=True)
-        )
-        and sum(run[1] for run in runs) == rows
-        and all(a[0] < b[0] for a, b in pairwise(runs))
-        and runs[-1][0] < PARTITIONS
-        and all(
-            0 < count == end - start and end <= horizon <= SEQNO_MAX
-            if numbered
-            else count and start == end == 0
-            for _, count, start, end, horizon, _ in runs
+            [
+                op == OP_SET or (op == OP_DELETE and not size)
+                for op, size in zip(ops, value_lengths, strict=False)
+            ]
         )
     )
 
@@ -770,7 +770,7 @@ def _block_of_few(
     edges = [_EDGES[len(order)].pack(0, *accumulate(map(len, column))) for column in cells]
     columns = b"", ops, edges[0], b"".join(cells[0]), edges[1], b"".join(cells[1]), b""
     counts = Counter(partitions[row] for row in order)
-    runs = b"".join([_RUN.pack(*run, 0, 0, 0, 0) for run in counts.items()])
+    runs = b"".join([RUN_FIELDS.pack(*run, 0, 0, 0, 0) for run in counts.items()])
     return Block(np.frombuffer(runs, RUN), *columns, crc_of_columns(columns))
 
 

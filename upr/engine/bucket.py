@@ -8,7 +8,7 @@ another thread: they read entries, which never change, and nothing else of the e
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,12 +20,12 @@ from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Copies, Durabl
 from upr.engine.producers import Known, NewestNumbers, Producer, ProducerCall, producer_bytes
 from upr.engine.streams import HISTORY_CHANGED, NOT_ACTIVE, EndReason, FollowOptions
 from upr.engine.tail import Tail, TailEntry
-from upr.storage.blocks import Compress, Encoded, joined_runs
+from upr.storage.blocks import FEW_RUNS, Compress, Encoded, joined_runs, put_ends
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
 from upr.storage.journal import Commit, JournalEntry, NumberedWrite
 from upr.storage.keyspace import ProducerNumbers, ProducerRow
 from upr.storage.store import Identity
-from upr_protocol.block import I64, U64, Block, Runs, select_runs
+from upr_protocol.block import I64, RUN, RUN_FIELDS, U64, Block, Runs, select_runs
 from upr_protocol.errors import (
     OutOfOrderError,
     ProtocolError,
@@ -101,7 +101,7 @@ class Written:
 
     Attributes:
         runs: what was applied, with the seqnos given.
-        failover_ids: uint64, one a run.
+        failover_ids: one a run.
         ends: uint64, one a run: what must be stable. Of what was applied at seqnos that are not known any more, the
             high seqno when it was asked, which is not below them.
         entry: durable when the tail's ``durable`` is above it; -1: durable already.
@@ -111,7 +111,7 @@ class Written:
     """
 
     runs: Runs
-    failover_ids: U64
+    failover_ids: list[int]
     ends: U64
     entry: int
     duplicate: bool
@@ -295,12 +295,13 @@ class Bucket:
             runs = block.runs if known is None else known.runs
             return self._written(runs, -1 if known is None else known.entry, True, refused)
         runs = self._numbered(block.runs, now)
-        entry = self.tail.write(replace(block, runs=runs), name, number, now)
+        block = Block(runs, *block.columns, block.columns_crc, block.further)
+        entry = self.tail.write(block, name, number, now)
         if call is not None:
             call.producer.applied(number, runs, entry)
         self._wake(memory=True)
         if known is None or not known.seen.any():
-            ids = self.partitions.newest_id[runs["partition"]]
+            ids = self.partitions.newest_id[runs["partition"]].tolist()
             return Written(runs, ids, runs["end_seqno"], entry, False, refused, self.copies.term)
         runs = np.concatenate((runs, known.runs))
         runs = runs[np.argsort(runs["partition"])]
@@ -312,7 +313,7 @@ class Bucket:
         """Return an outcome of which some may have been applied before."""
         ends = runs["end_seqno"]
         ends = np.where(ends == 0, self.partitions.high[runs["partition"]], ends)
-        ids = self._ids(runs)
+        ids = self._ids(runs).tolist()
         return Written(runs, ids, ends, entry, duplicate, refused, self.copies.term)
 
     # Copies
@@ -488,14 +489,27 @@ class Bucket:
     def _numbered(self, runs: Runs, now: int) -> Runs:
         """Give seqnos to the rows of a table, and return it with them."""
         table = self.partitions
+        if len(runs) <= FEW_RUNS:
+            told = runs.tolist()
+            ends = [int(table.high[p]) + count for p, count, *_ in told]
+            runs = np.frombuffer(
+                b"".join(
+                    [
+                        RUN_FIELDS.pack(p, count, end - count, end, end, now)
+                        for (p, count, *_), end in zip(told, ends, strict=True)
+                    ]
+                ),
+                RUN,
+            )
+            put_ends(runs, table.high, table.complete, table.horizon)
+            return runs
         partitions = runs["partition"]
         runs = runs.copy()
         runs["start_seqno"] = table.high[partitions]
         runs["end_seqno"] = runs["start_seqno"] + runs["count"]
         runs["horizon"] = runs["end_seqno"]
         runs["time"] = now
-        table.high[partitions] = runs["end_seqno"]
-        table.complete[partitions] = table.horizon[partitions] = runs["end_seqno"]
+        put_ends(runs, table.high, table.complete, table.horizon)
         return runs
 
     def _admit(
@@ -503,10 +517,15 @@ class Bucket:
     ) -> tuple[Block, dict[int, UprError]]:
         """Return which runs of a block can be numbered, and the errors of the others; with ``short`` none can."""
         table = self.partitions
+        refusing = call.refusing if call is not None else ()
+        if len(block.runs) <= FEW_RUNS and not refusing and short is None:
+            state, high = table.state, table.high
+            told = block.runs.tolist()
+            if all([state[p] == ACTIVE and high[p] + n <= SEQNO_MAX for p, n, *_ in told]):
+                return block, {}
         partitions = block.runs["partition"]
         admitted = table.state[partitions] == ACTIVE
         room = table.high[partitions] + block.runs["count"] <= SEQNO_MAX
-        refusing = call.refusing if call is not None else ()
         if admitted.all() and room.all() and not refusing and short is None:
             return block, {}
         refused: dict[int, UprError] = {}
@@ -568,7 +587,7 @@ class Bucket:
 
     def _became_durable(self, entries: Sequence[TailEntry]) -> None:
         for entry in entries:
-            self.partitions.durable[entry.runs["partition"]] = entry.runs["end_seqno"]
+            put_ends(entry.runs, self.partitions.durable)
         if entries:
             self.markers.became_durable([entry.runs for entry in entries])
 

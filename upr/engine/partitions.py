@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from upr.storage.blocks import joined_runs
+from upr.storage.blocks import are_complete, joined_runs, put_ends
 from upr.storage.keyspace import PartitionRow
 from upr_protocol.block import I64, U64, Runs
 from upr_protocol.errors import (
@@ -187,10 +187,8 @@ class DurableMarkers:
     def became_durable(self, tables: Sequence[Runs]) -> None:
         """Take note of run tables that are durable from now on, in the order of their numbering."""
         runs = joined_runs(tables)
-        if not self._incomplete and (runs["horizon"] == runs["end_seqno"]).all():
-            # For a repeated index numpy keeps the last assignment, which is the newest run of the partition.
-            self.seqno[runs["partition"]] = runs["end_seqno"]
-            self._horizon[runs["partition"]] = runs["end_seqno"]
+        if not self._incomplete and are_complete(runs):
+            put_ends(runs, self.seqno, self._horizon)
             return
         for table in tables:
             partitions, ends = table["partition"], table["end_seqno"]

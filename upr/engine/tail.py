@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from upr.storage.blocks import joined_runs
+from upr.storage.blocks import FEW_RUNS, joined_runs, put_ends
 from upr.storage.journal import NumberedWrite
 from upr_protocol.block import RUN, U64, Block, Runs, join_blocks, select_runs
 from upr_protocol.errors import CorruptBlockError
@@ -101,9 +101,12 @@ class TailEntry:
 
     @property
     def size(self) -> int:
-        rows = int(self.runs["count"].sum()) * _ROW_OVERHEAD_BYTES
+        runs = self.runs
+        few = len(runs) <= FEW_RUNS
+        rows = sum([run[1] for run in runs.tolist()]) if few else int(runs["count"].sum())
         writes = sum([len(write.runs) + _WRITE_OVERHEAD_BYTES for write in self.writes])
-        return len(self.data) + self.runs.nbytes + _ENTRY_OVERHEAD_BYTES + rows + writes
+        overhead = _ENTRY_OVERHEAD_BYTES + rows * _ROW_OVERHEAD_BYTES
+        return len(self.data) + runs.nbytes + overhead + writes
 
     def block(self) -> Block:
         """Parse the bytes. Their CRCs are verified again, because they may have been in memory for long."""
@@ -278,8 +281,6 @@ class Tail:
         # At least what the entry will have, so that room that is promised is there.
         overhead = _WRITE_OVERHEAD_BYTES + _ENTRY_OVERHEAD_BYTES + rows * _ROW_OVERHEAD_BYTES
         self._grow(columns + 2 * block.runs.nbytes + overhead)
-        partitions = block.runs["partition"]
-        self._high[partitions] = block.runs["end_seqno"]
         entry = self.first + len(self._entries)
         if columns >= SMALL_BYTES:
             self.close_open()
@@ -318,7 +319,7 @@ class Tail:
         self._entries.append(entry)
         self._appended += size
         self._sums.append(self._appended)
-        self._high[entry.runs["partition"]] = entry.runs["end_seqno"]
+        put_ends(entry.runs, self._high)
         self.bytes += size
         self.volatile_bytes += size
         self._unmarked_runs += len(entry.runs)
@@ -363,8 +364,9 @@ class Tail:
 
         At most MARK_EVERY entries and a window too early; readers skip runs that end at or below their seqno.
         """
+        end = self.end
         if seqno >= int(self._high[partition]):
-            return self.end
+            return end
         mark = bisect_left(self._marks, True, key=lambda m: bool(m[1][partition] > seqno))
         entry = max(self._marks[mark - 1][0], self.first) if mark else self.first
         # Readers that begin where a window does can be given it, and go on together.

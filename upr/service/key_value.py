@@ -786,7 +786,7 @@ def _result(pending: _Pending) -> wire.WriteResult:
         number=pending.number,
         refused=problem_of(next(iter(written.refused.values()))) if nothing else None,
         runs=encode_runs(written.runs),
-        failover_ids=written.failover_ids.tolist(),
+        failover_ids=written.failover_ids,
         duplicate=written.duplicate and not nothing,
         refused_partitions=[
             types.RefusedPartition(partition=p, problem=problem_of(e))

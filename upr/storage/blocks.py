@@ -31,6 +31,8 @@ HASHED_BYTES = 2**20
 """Keys that are hashed in one step."""
 COPIED_BYTES = 8 * 2**10
 """Columns at least this large on average are copied by Arrow; a call of it costs more than to join smaller ones."""
+FEW_RUNS = 4
+"""Runs up to which a loop costs less than arrays."""
 HEAD_BYTES = 2 + RUN.itemsize
 PEEK_BYTES = 128
 """Bytes in front of a block that also hold its uncompressed size."""
@@ -154,6 +156,26 @@ def joined_runs(tables: Sequence[Runs]) -> Runs:
     if len(tables) == 1:
         return tables[0]
     return np.frombuffer(b"".join([table.tobytes() for table in tables]), RUN)
+
+
+def are_complete(runs: Runs) -> bool:
+    """Return whether each run ends in a snapshot marker."""
+    if len(runs) <= FEW_RUNS:
+        return all([end == horizon for *_, end, horizon, _ in runs.tolist()])
+    return bool((runs["horizon"] == runs["end_seqno"]).all())
+
+
+def put_ends(runs: Runs, *tables: U64) -> None:
+    """Note where runs end, in tables with an item for each partition; of a partition's several runs the last one counts."""
+    if len(runs) <= FEW_RUNS:
+        for partition, _, _, end, *_ in runs.tolist():
+            for table in tables:
+                table[partition] = end
+        return
+    # For a repeated index numpy keeps the last assignment.
+    partitions, ends = runs["partition"], runs["end_seqno"]
+    for table in tables:
+        table[partitions] = ends
 
 
 def last_complete(heads: Sequence[Head]) -> int:

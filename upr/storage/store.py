@@ -131,6 +131,9 @@ class Store:
         folder: made if it does not exist.
         size: of the map in bytes, for tests; as ``map_bytes`` says by default.
 
+    Attributes:
+        map_size: of the map in bytes; it stays as it is.
+
     Raises:
         DataDirectoryError: the environment is none, or its map finds no address space.
         DataDamagedError: its file is no LMDB file, or shorter than it says.
@@ -171,6 +174,7 @@ class Store:
             self._hashes_hold = True
             self._drop_old_hashes()
             self._page = int(self._env.stat()["psize"])
+            self.map_size = int(self._env.info()["map_size"])
         except lmdb.Error as error:
             self._env.close()
             raise DataDamagedError(f"{folder}: the store is damaged: {error}") from error
@@ -611,15 +615,10 @@ class Store:
         """
         info = self._env.info()
         end = int(info["last_pgno"] + 1) * self._page
-        behind = int(info["map_size"]) - end
+        behind = self.map_size - end
         if behind > end:
             return behind
         return behind + max(end - self.used_bytes(), 0) // 2
-
-    @property
-    def map_size(self) -> int:
-        """Return the map's size in bytes."""
-        return int(self._env.info()["map_size"])
 
     def producer_number(self, name: bytes) -> int:
         """Return the largest stored number of a producer, 0 for none.
