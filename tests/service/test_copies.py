@@ -1,6 +1,7 @@
 """The Write call at ``replicated(k)``, in one process: what an answer waits for, and what ends the waiting."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.key_value import KeyValueMethods
 from upr.service.overload.intake import Intake
+from upr.storage.journal import Commit
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -113,6 +115,30 @@ async def test_what_is_not_acknowledged_in_time_is_unknown(
     again = await answer(call)
     assert again.duplicate
     assert not again.HasField("refused")
+
+
+@pytest.mark.asyncio
+async def test_what_is_not_durable_in_time_is_unknown_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_value, "SLOW_SECONDS", 0.02)
+    monkeypatch.setattr(key_value, "WRITE_OUTCOME_SECONDS", 0.05)
+    journal, written = world.host.disk.journal, threading.Event()
+    append = journal.append
+
+    def append_late(commit: Commit) -> int:
+        written.wait(WAIT_SECONDS)
+        return append(commit)
+
+    monkeypatch.setattr(journal, "append", append_late)
+    call = await world.call()
+    call.send(1, rows(b"k"))
+    try:
+        told = await answer(call)
+    finally:
+        written.set()
+    assert told.refused.reason == "UNKNOWN_OUTCOME"
+    assert "was not durable within" in told.refused.message
 
 
 @pytest.mark.asyncio

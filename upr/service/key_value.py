@@ -238,6 +238,8 @@ RUN_SECONDS = 6e-6
 for that time, and the loop is free for small writes."""
 LATE_WAIT_SECONDS = 1.0
 """Longest wait of a large write for the loop to be on time."""
+SLOW_SECONDS = 1.0
+"""Time after which a write that is not durable is waited for with a deadline of its own."""
 BULK_BYTES = 32 * 2**10
 LATE_SECONDS = 0.05
 """Delay of the loop above which writes of BULK_BYTES take turns; writes of LARGE_BYTES always do."""
@@ -423,7 +425,9 @@ class _WriteCall:
         self._together = together
         self._permit = PERMIT.get()
         self._pending: deque[_Pending] = deque()
-        self._changed = asyncio.Event()
+        self._idle: asyncio.Future[None] | None = None
+        """Ends when there may be something to answer; None while that is looked for, or answered."""
+        self._timer: asyncio.TimerHandle | None = None
         self._answered = asyncio.Event()
         self._read_all = False
         self._reader: asyncio.Task[None] | None = None
@@ -476,11 +480,16 @@ class _WriteCall:
         """End the reader; False if it ends only with the call."""
         if self._reader is None or self._arriving.stop(self._reader):
             return True
-        self._read_all = True
-        self._changed.set()
+        self._all_is_read()
         return False
 
+    def _all_is_read(self) -> None:
+        self._read_all = True
+        self._go_on()
+
     def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._arriving.close()
         if self._trace is not None:
             self._trace.close()
@@ -509,7 +518,7 @@ class _WriteCall:
                 else:
                     del raw
                 self._pending.append(pending)
-                self._changed.set()
+                self._look()
                 while len(self._pending) >= WRITES_IN_FLIGHT_MAX:
                     # Clients use the same window; more is delayed, not refused.
                     self._answered.clear()
@@ -520,8 +529,7 @@ class _WriteCall:
                     # Charge it although it is refused, because receiving it was work.
                     await self._turn(size * BYTE_SECONDS)
         finally:
-            self._read_all = True
-            self._changed.set()
+            self._all_is_read()
 
     async def _receive(self) -> bytes | None:
         """Return the next message; None after the last."""
@@ -610,15 +618,45 @@ class _WriteCall:
         seconds = REPLICATED_SECONDS if pending.copies > 0 else WRITE_OUTCOME_SECONDS
         pending.deadline = asyncio.get_running_loop().time() + seconds
 
+    def _look(self) -> None:
+        """Have the oldest write answered: at the next change of the disk if it waits for that, else at once."""
+        if self._idle is None:
+            return
+        pending = self._pending[0]
+        if pending.copies > 0 or self._is_durable(pending):
+            self._go_on()
+            return
+        self._host.disk.at_next_change(self._idle)
+        if self._timer is None:
+            # For many writes together: a timer for each costs more than all else of its waiting.
+            self._timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._is_slow)
+
+    def _is_slow(self) -> None:
+        self._timer = None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    async def _wait(self) -> None:
+        """Wait until there may be something to answer, for a write that is pending SLOW_SECONDS at most."""
+        self._idle = asyncio.get_running_loop().create_future()
+        if self._pending:
+            self._look()
+        await self._idle
+        self._idle = None
+
     async def _answer(self) -> None:
         while True:
             if not self._pending:
                 if self._read_all:
                     break
-                self._changed.clear()
-                await self._changed.wait()
+                await self._wait()
                 continue
             pending = self._pending[0]
+            if not self._is_durable(pending):
+                await self._wait()
             if pending.written is not None and not self._is_durable(pending):
                 await self._until_durable(pending, pending.written)
             results = self._due()

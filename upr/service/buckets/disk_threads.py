@@ -197,12 +197,16 @@ class Disk:
     async def next_change(self) -> None:
         """Wait for the next commit, flush, acknowledgement of a replica, or failure."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[future] = None
+        self.at_next_change(future)
         try:
             await future
         finally:
             # A caller that gives up must leave nothing behind: the next change may be days away.
             self._waiting.pop(future, None)
+
+    def at_next_change(self, future: asyncio.Future[None]) -> None:
+        """Have a future end at the next change, for a caller that does not wait for it by itself."""
+        self._waiting[future] = None
 
     def changed(self) -> None:
         """Wake all that wait for a change."""
