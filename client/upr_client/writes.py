@@ -355,7 +355,8 @@ class Gathering:
     def __init__(self) -> None:
         self._groups: deque[Group] = deque()
         self._begun = 0
-        self._newest: dict[Kind, Group] = {}
+        self._newest: dict[tuple[types_pb2.Durability.ValueType, bool, int], Group] = {}
+        """The newest group of single rows of each kind."""
         self._last: dict[bytes, int] = {}
         """The number of the newest group of single rows that has a key."""
         self._bundles = 0
@@ -379,21 +380,23 @@ class Gathering:
 
     def add(self, row: Row, durability: types_pb2.Durability.ValueType) -> None:
         """Put a row into the newest group of its kind, or a new one if that is full, or in front of the key's last or of a bundle."""
-        kind = Kind(durability, row.value is None)
-        size = len(row.key) + len(row.value or b"") + ROW_BYTES
-        group = self._newest.get(kind)
+        key, value = row.key, row.value
+        size = len(key) + len(value or b"") + ROW_BYTES
+        group = self._newest.get((durability, value is None, 0))
         if (
             group is None
-            or group.number < max(self._last.get(row.key, 0), self._bundles)
+            or group.number < self._bundles
+            or group.number < self._last.get(key, 0)
             or group.bytes + size > BLOCK_COLUMN_BYTES
             or len(group.callers) == GROUP_ROWS_MAX
         ):
             self._begun += 1
+            kind = Kind(durability, value is None)
             group = self._newest[kind] = Group(self._begun, kind)
             self._groups.append(group)
         group.callers.append(row)
         group.bytes += size
-        self._last[row.key] = group.number
+        self._last[key] = group.number
 
     def take(self, under_way: Sequence[Kind] = ()) -> Group | None:
         """Return the group that is to go out next; None for none, or if it may grow while others of its kind are under way."""

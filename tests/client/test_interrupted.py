@@ -42,6 +42,7 @@ from upr_client import (
     Rollback,
     Tuning,
 )
+from upr_client._async.io import Semaphore as AsyncSemaphore
 from upr_client._async.waiters import Waiters
 from upr_client._sync.call import Follow
 from upr_client._sync.changes import Changes
@@ -364,6 +365,31 @@ def _interrupted(work: Callable[[], object], step: int, of: str) -> bool:
         sys.settrace(None)
     assert left >= 0, f"the interrupt at {of} {step} was lost"
     return False
+
+
+@pytest.mark.asyncio
+async def test_a_place_goes_to_the_first_who_still_waits() -> None:
+    places, order = AsyncSemaphore(1), list[str]()
+
+    async def take(name: str) -> None:
+        await places.take()
+        order.append(name)
+
+    await take("at once")
+    assert not await places.try_take()
+    waiting = {name: asyncio.create_task(take(name)) for name in ("gone", "late", "last")}
+    await asyncio.sleep(0)
+    waiting["gone"].cancel()
+    await asyncio.sleep(0)
+    places.give_back()
+    # It has been given the place, and does not take it.
+    waiting["late"].cancel()
+    assert not await places.try_take(), "nobody overtakes those who wait"
+    await waiting["last"]
+    assert order == ["at once", "last"]
+    places.give_back()
+    assert await places.try_take()
+    assert not await places.try_take()
 
 
 def of_events() -> tuple[Callable[[], object], Callable[[], object]]:

@@ -171,7 +171,8 @@ class AsyncBlockWriter:
         row = Row(key, value, done.set)
         # Those who were cancelled must not pile up behind a slow server.
         await self._row_room.take()
-        await self._gather(done, self._row_room, lambda: self._gathering.add(row, durability))
+        self._gather(self._row_room, self._gathering.add, row, durability)
+        await done.wait()
         return _given(row.outcome)
 
     async def write_rows(
@@ -189,22 +190,28 @@ class AsyncBlockWriter:
         bundle = Bundle(rows, done.set)
         # In one queue with blocks: of writes of one key that wait the first goes first.
         await self._room.take()
-        await self._gather(done, self._room, lambda: self._gathering.add_bundle(bundle, durability))
+        self._gather(self._room, self._gathering.add_bundle, bundle, durability)
+        await done.wait()
         return _given(bundle.outcome)
 
-    async def _gather(self, done: Once, room: Semaphore, add: Callable[[], object]) -> None:
-        """Have something that has room added to what gathers, and wait for its outcome."""
+    def _gather(
+        self,
+        room: Semaphore,
+        add: Callable[[T, types_pb2.Durability.ValueType], object],
+        what: T,
+        durability: types_pb2.Durability.ValueType,
+    ) -> None:
+        """Have something that has room added to what gathers; its caller waits for its outcome."""
         with self._mutex:
             try:
                 self._start()
-                add()
+                add(what, durability)
             except BaseException:
                 # As in ``submit``.
                 room.give_back()
                 raise
         # A message costs more than a turn of the loop: those who are about to write come along.
         self._next_turn.ask()
-        await done.wait()
 
     def _start(self) -> None:
         """See that the runner runs, before anything is taken: without it what is taken waits for ever.

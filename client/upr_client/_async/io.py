@@ -107,17 +107,37 @@ class Semaphore:
     """So many may be taken at a time; who waits gets the next one in turn."""
 
     def __init__(self, count: int) -> None:
-        self._places = asyncio.Semaphore(count)
+        self._left = count
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:
-        await self._places.acquire()
+        if self._left:
+            self._left -= 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except Cancelled:
+            if not place.cancelled():
+                self.give_back()
+            raise
 
     async def try_take(self) -> bool:
         """Take one if there is one at once."""
-        return not self._places.locked() and await self._places.acquire()
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
 
     def give_back(self) -> None:
-        self._places.release()
+        while self._waiting:
+            place = self._waiting.popleft()
+            # Those who were cancelled wait no more.
+            if not place.done():
+                place.set_result(None)
+                return
+        self._left += 1
 
 
 class Queue(Generic[T]):
