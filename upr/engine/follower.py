@@ -140,6 +140,8 @@ class Follower:
         self._limit: U64 = np.full(PARTITIONS, NO_END, np.uint64)
         self._has_ends = self._finished = False
         self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
+        # Whether there may be any of those, and of those that come from there: a live stream is not looked for.
+        self._may_read = self._may_join = False
         self._groups = TailReaders(bucket.tail, options.memory, options.showing)
         self._waiting = self._groups.waiting = Waiting() if options.copies else None
         self._term = np.zeros(PARTITIONS, np.int64) if options.is_replica else None
@@ -283,6 +285,7 @@ class Follower:
             self._bucket.consumer_positions.started(name, p, table.newest_id[p], seqnos)
         in_store, caught_up = seqnos < table.stored[p], seqnos >= highs
         self._from_store[p] = in_store
+        self._may_read = True
         self._groups.join(p[caught_up & ~in_store], tail.end)
         self._attach(p[~caught_up & ~in_store].tolist())
         if asked.until_now:
@@ -366,9 +369,10 @@ class Follower:
         p = np.array(partitions, np.int64)
         in_store = self._seqno[p] < self._table.stored[p]
         self._from_store[p] = in_store
+        self._may_read = True
         p = p[~in_store]
         if soon:
-            self._groups.coming[p] = True
+            self._groups.coming[p] = self._may_join = True
             return
         found: dict[int, list[int]] = {}
         for partition, seqno in zip(p.tolist(), self._seqno[p].tolist(), strict=True):
@@ -378,10 +382,12 @@ class Follower:
 
     def _join_tail(self) -> None:
         """Attach the streams that come from the store."""
-        coming = np.flatnonzero(self._groups.coming).tolist()
-        self._groups.coming[:] = False
         self._frames_since = 0
-        self._attach(coming)
+        if self._may_join:
+            self._may_join = False
+            coming = np.flatnonzero(self._groups.coming).tolist()
+            self._groups.coming[:] = False
+            self._attach(coming)
 
     def stop(self, partitions: Iterable[int]) -> None:
         """End streams on request of the consumer; partitions without one are skipped."""
@@ -408,7 +414,10 @@ class Follower:
 
     def _close(self, partitions: Iterable[int]) -> list[tuple[int, int, int]]:
         """Close the open streams among these, and return them as ``Ended.streams``."""
-        chosen = np.array(list(dict.fromkeys(partitions)), int)
+        named = list(dict.fromkeys(partitions))
+        if not named:
+            return []
+        chosen = np.array(named, int)
         chosen = chosen[self._token[chosen] != 0]
         gone = chosen.tolist()
         if not gone:
@@ -535,7 +544,7 @@ class Follower:
             gone = set(again)
             self._ready = [item for item in self._ready if item[0] not in gone]
             self._groups.leave(again)
-            self._from_store[again] = True
+            self._from_store[again] = self._may_read = True
             self._live = False
 
     def _note_raises(self) -> None:
@@ -681,7 +690,9 @@ class Follower:
         return (self._finished or bool(self._token.any())) and not self._is_reading()
 
     def _is_reading(self) -> bool:
-        return self._reading or bool(self._ready) or bool(self._from_store.any())
+        if self._may_read:
+            self._may_read = bool(self._from_store.any())
+        return self._reading or bool(self._ready) or self._may_read
 
     def _end_waiting(self, failure: UprError) -> None:
         """End the streams that have everything durable: after a failed journal, nothing more becomes durable."""
@@ -695,6 +706,8 @@ class Follower:
             self.wake()
 
     def _frame_from_store(self, stable: U64 | None) -> FrameOut | None:
+        if not self._ready:
+            return None
         blocks: list[bytes] = []
         tokens: list[int] = []
         size = rows = 0

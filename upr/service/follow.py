@@ -92,6 +92,7 @@ class FollowCall:
         self._context = context
         self._liveness = liveness
         self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
         self._sending = Sender(self._wake.set, self._end_slow)
         self._sent = asyncio.Event()
         self._half_closed = False
@@ -152,6 +153,7 @@ class FollowCall:
 
     def close(self) -> None:
         self._arriving.close()
+        self._stop_timer()
         if self._trace is not None:
             self._trace.close()
         self._room.leave(self._sending)
@@ -339,7 +341,7 @@ class FollowCall:
             if self._wake.is_set():
                 await asyncio.sleep(0)
                 continue
-            await self._idle(loop.time())
+            await self._idle(loop)
 
     async def _send_frame(self, saying: Outgoing, frame: FrameOut) -> None:
         self._frame_bytes = frame.size
@@ -373,14 +375,22 @@ class FollowCall:
                 return
             await self._write(made, len(made))
 
-    async def _idle(self, now: float) -> None:
+    async def _idle(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wait until a message may be ready, or a heartbeat is due."""
-        left = max(self._liveness.next_deadline() - now, 0.001)
-        try:
-            async with asyncio.timeout(left):
-                await self._wake.wait()
-        except TimeoutError:
-            self._wake.set()
+        due = self._liveness.next_deadline()
+        # Left where it is when that moves away: a timer for each frame costs more than the waiting.
+        if self._timer is None or self._timer.when() > due:
+            self._stop_timer()
+            self._timer = loop.call_at(max(due, loop.time() + 0.001), self._is_due)
+        await self._wake.wait()
+
+    def _is_due(self) -> None:
+        self._timer = None
+        self._wake.set()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _begin_read(self) -> None:
         known = self.follower.unfit_bytes
