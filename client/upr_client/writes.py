@@ -278,10 +278,8 @@ class Group:
             refused: why other partitions did not.
             error: the outcome in all the rest.
         """
-        if error is None:
-            error = ProtocolError("the answer to a write leaves out one of its partitions")
         if self.kind.bundles:
-            self._tell_bundles(runs, refused, error)
+            self._tell_bundles(runs, refused, error or _left_out())
             return
         applied = {run[0]: run for run in runs}
         given = dict.fromkeys(applied, 0)
@@ -297,7 +295,7 @@ class Group:
                 row.outcome = error_of(refused[partition])
             else:
                 # Each is raised somewhere else, and gets a traceback of its own.
-                row.outcome = copy.copy(error)
+                row.outcome = copy.copy(error or _left_out())
             row.tell()
 
     def _tell_bundles(
@@ -325,6 +323,10 @@ class Group:
                 bundle.outcome = list(zip(touched.tolist(), *columns.tolist(), strict=True))
             starts[touched] += counts[touched]
             bundle.tell()
+
+
+def _left_out() -> ProtocolError:
+    return ProtocolError("the answer to a write leaves out one of its partitions")
 
 
 def _failure_of(

@@ -13,7 +13,6 @@ A block may have further columns, of a meaning that is not known here: their cel
 """
 
 import struct
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, repeat
@@ -769,8 +768,8 @@ def _block_of_few(
     cells = [keys[row] for row in order], [values[row] or b"" for row in order]
     edges = [_EDGES[len(order)].pack(0, *accumulate(map(len, column))) for column in cells]
     columns = b"", ops, edges[0], b"".join(cells[0]), edges[1], b"".join(cells[1]), b""
-    counts = Counter(partitions[row] for row in order)
-    runs = b"".join([RUN_FIELDS.pack(*run, 0, 0, 0, 0) for run in counts.items()])
+    counts = [(one, partitions.count(one)) for one in sorted(set(partitions))]
+    runs = b"".join([RUN_FIELDS.pack(*run, 0, 0, 0, 0) for run in counts])
     return Block(np.frombuffer(runs, RUN), *columns, crc_of_columns(columns))
 
 
