@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawWriter
 from upr_client import AsyncClient
 from upr_client.errors import InvalidArgumentError
@@ -40,10 +41,10 @@ async def fill(writer: RawWriter, new: Iterator[bytes]) -> list[bytes]:
 
 
 async def until_taken(writer: RawWriter, row: tuple[bytes, bytes | None]) -> None:
-    async with asyncio.timeout(60):
-        taken = False
-        while not taken:
-            taken = not (await writer.write([row])).HasField("refused")
+    async with asyncio.timeout(WAIT_SECONDS):
+        while (await writer.write([row])).HasField("refused"):
+            # Else the refusals take what compaction needs.
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.asyncio
