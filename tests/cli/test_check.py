@@ -38,6 +38,7 @@ def write(server: RunningServer, count: int, text: str = "value") -> None:
             bucket.write_many(rows)
 
 
+@pytest.mark.long
 def test_a_server_that_was_stopped_or_killed_leaves_a_directory_that_is_fine(
     server_process: StartServer,
 ) -> None:

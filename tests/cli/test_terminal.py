@@ -178,6 +178,7 @@ def test_watching_without_a_terminal_goes_on_after_what_passes(
     assert CliRunner().invoke(look, ["--watch", "1"]).exit_code == 5
 
 
+@pytest.mark.long
 def test_closed_streams_and_a_full_disk_are_a_line(target: str, tmp_path: Path) -> None:
     closed = "stdin or stdout is closed"
     with Client(target) as client:

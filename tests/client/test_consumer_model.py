@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -187,6 +188,7 @@ class World:
             assert self.state[partition] == node.state_at(node.high)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=100)
 @given(st.randoms(use_true_random=True), st.booleans(), st.integers(5, 40))
 def test_a_consumer_is_true_at_every_marker_and_in_the_end(

@@ -124,6 +124,7 @@ def test_without_a_server_there_is_a_line_and_no_traceback(name: str, tmp_path: 
         assert len(example.words.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_follow_goes_on_where_it_stood(server_process: StartServer, tmp_path: Path) -> None:
     server = server_process()
     command = command_of("follow.py", server.target)
@@ -167,6 +168,7 @@ def test_follow_from_now_and_by_prefix(
         assert all("b'user:1'" in line and "old" not in line for line in example.lines)
 
 
+@pytest.mark.long
 def test_the_search_index_is_in_step(tmp_path: Path) -> None:
     with ScriptedServer() as server:
         command = command_of("search_index.py", server.target)
@@ -193,6 +195,7 @@ def test_the_search_index_is_in_step(tmp_path: Path) -> None:
             assert example.end(signal.SIGINT) == 0
 
 
+@pytest.mark.long
 def test_members_of_the_group_share_and_take_over(
     shared_server: RunningServer, target: str, tmp_path: Path
 ) -> None:
@@ -358,6 +361,7 @@ def receiver(answers: list[int]) -> Iterator[tuple[str, "queue.Queue[list[dict[s
         server.server_close()
 
 
+@pytest.mark.long
 def test_cloud_events_come_in_order_and_again_until_they_are_taken(tmp_path: Path) -> None:
     first, second, third = keys_in(7, 3)
     with ScriptedServer() as server, receiver([503, 429]) as (url, taken):

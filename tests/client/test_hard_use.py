@@ -393,6 +393,7 @@ def goes_on(member: subprocess.Popen[bytes]) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_a_group_applies_each_change_once_although_members_are_killed(
     target: str, tmp_path: Path
 ) -> None:

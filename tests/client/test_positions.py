@@ -444,6 +444,7 @@ def test_a_file_system_without_locks_will_do(
     assert store.load([1]) == {1: at(1)}
 
 
+@pytest.mark.long
 def test_processes_that_share_a_file_leave_it_whole(tmp_path: Path) -> None:
     """Each saves until it is told that it is not alone; then it loads again."""
     path = tmp_path / "p"

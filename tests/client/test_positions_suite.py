@@ -48,6 +48,7 @@ def test_files_when_a_new_one_cannot_take_the_place_of_the_old(tmp_path: Path, f
     check_position_store(lambda: FilePositions(tmp_path / "one"), failing=no_power)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("journal", ["DELETE", "WAL"])
 def test_sqlite_by_path(tmp_path: Path, few: None, journal: str) -> None:
     path = tmp_path / "db"
@@ -231,6 +232,7 @@ def test_consumers_that_are_not_apart_are_found(tmp_path: Path, few: None) -> No
         check_position_store(make, make_other=make)
 
 
+@pytest.mark.long
 def test_the_suite_needs_no_test_framework() -> None:
     import subprocess
     import sys

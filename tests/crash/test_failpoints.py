@@ -207,6 +207,7 @@ def restore(server: RunningServer, failpoint: str = "") -> int:
     return subprocess.run(command, env=environment, capture_output=True, check=False).returncode
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_killed_while_a_copy_is_restored(server_process: StartServer) -> None:
     server = server_process()

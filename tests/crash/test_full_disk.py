@@ -199,6 +199,7 @@ async def read_durable(world: World) -> int:
     return total
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_full_disk(disk: Disk) -> None:
     async with serving(disk) as server, World(server) as world:

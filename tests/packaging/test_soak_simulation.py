@@ -45,6 +45,7 @@ def test_statements_that_were_not_reached_are_ranges(
     assert not_reached(reached) == {"some/none.py": [(0, 0)], "some/part.py": [(4, 5)]}
 
 
+@pytest.mark.long
 def test_one_seed_runs_in_no_minutes() -> None:
     command = [sys.executable, "-m", "tools.soak_simulation", "--minutes", "0", "--seed", "3"]
     done = subprocess.run(

@@ -76,6 +76,7 @@ async def test_what_was_saved_and_cut_until_the_old_owner_stepped_down_is_at_the
     assert len(bucket.cuts.named) <= 2
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_buckets_are_carried_over_as_the_old_owner_has_them(
     start: Start, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,7 @@ class Writing:
         wait_for(lambda: len(self.acknowledged) > before or self.error is not None, "a write")
 
 
+@pytest.mark.long
 def test_a_replica_is_promoted_after_sigkill_and_the_old_one_comes_back(
     server_process: StartServer,
 ) -> None:
@@ -186,6 +187,7 @@ def test_writers_go_on_elsewhere_when_nothing_more_can_be_stored(
         assert client.bucket().get_many(list(writing.acknowledged)) == writing.acknowledged
 
 
+@pytest.mark.long
 def test_a_promotion_that_may_lose_something_needs_force(server_process: StartServer) -> None:
     owner, first, second = start_set(server_process, replicas=2)
     with Client(owner.target) as client:
@@ -373,6 +375,7 @@ def test_one_that_is_left_alone_ends_its_promotion_at_the_next_start(
         client.bucket().set(b"k", b"w")
 
 
+@pytest.mark.long
 @pytest.mark.crash
 @pytest.mark.parametrize(
     ("place", "lost"),

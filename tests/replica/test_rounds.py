@@ -16,6 +16,7 @@ from upr_client import Client
 pytestmark = pytest.mark.crash
 
 
+@pytest.mark.long
 def test_what_is_replicated_survives_promotions(server_process: StartServer) -> None:
     with Rounds(server_process, seed=3) as rounds:
         for _ in range(2):

@@ -150,6 +150,7 @@ async def test_an_overwritten_bucket_is_served_as_of_the_cut_until_it_is_release
         assert "cannot be served as of seqno" in gone.message
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_sigkill_after_the_answer(server_process: StartServer) -> None:
     server = server_process(*SMALL_TAIL)

@@ -119,6 +119,7 @@ def test_rows_and_reason_of_a_dead_partition_survive_flushes_and_starts(
     assert f"partition {P}, seqnos 4 to 5: it is dead: {words}; 2 rows" in checked.stdout
 
 
+@pytest.mark.long
 def test_all_partitions_but_the_dead_one_are_followed_and_cut(server_process: StartServer) -> None:
     server = with_a_gap(server_process)
     server.start()
@@ -218,6 +219,7 @@ def test_killed_in_the_recovery_of_a_dead_partition(server_process: StartServer)
     assert kept_aside(server) == [(3, 4), (4, 5)]
 
 
+@pytest.mark.long
 def test_killed_while_a_loss_is_accepted(server_process: StartServer) -> None:
     server = with_a_gap(server_process)
     # Nobody started the server since: what is dead is found here.

@@ -116,6 +116,7 @@ def test_a_start_with_too_few_files_says_what_it_needs(few_files: RunningServer)
     assert "ulimit -n" in server.log_text()
 
 
+@pytest.mark.long
 def test_nothing_is_imported_once_the_server_serves(few_files: RunningServer) -> None:
     """Without a descriptor an import fails, and with it the flush that wanted it."""
     script = """

@@ -81,6 +81,7 @@ def starts() -> wire.Start:
     return wire.Start(partitions=[wire.StartPartition(partition=p) for p in range(1024)])
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_answers_wait_in_bounded_number_for_a_consumer_that_does_not_read(
     methods: ChangeStreamMethods,

@@ -74,6 +74,7 @@ async def check(target: str, name: str, state: State, *, merged: bool = False) -
         assert (await read(bucket, keys_only=True))[0] == dict.fromkeys(state)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.parametrize("compression", ["", "zstd"])
 async def test_cells_stay_beside_their_rows(server_process: StartServer, compression: str) -> None:

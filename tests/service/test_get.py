@@ -112,6 +112,7 @@ async def test_bad_requests_are_refused(target: str) -> None:
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_values_that_do_not_fit_are_asked_for_again(server_process: StartServer) -> None:
     server = server_process()

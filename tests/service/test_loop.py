@@ -189,6 +189,7 @@ async def run(folder: Path, loads: list[tuple[Load, int]]) -> None:
         server.close()
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_no_callback_takes_long(tmp_path: Path) -> None:
     await run(tmp_path, [(starts, 5), (gets, 5), (asked_by_operators, 1), (purge, 60)])

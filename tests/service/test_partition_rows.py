@@ -166,6 +166,7 @@ async def kill(host: BucketService) -> None:
     await host.discard()
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.parametrize("received", range(1, len(CATCH_UP) + 1))
 async def test_no_flush_and_no_restart_of_a_catch_up_loses_a_marker(

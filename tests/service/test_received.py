@@ -264,6 +264,7 @@ async def test_idle_calls_keep_nothing_of_what_they_have_written(
     within(samples)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_names_are_looked_at_before_anything_else_and_never_shown_whole(
     server_process: StartServer,
@@ -336,6 +337,7 @@ async def test_a_refusal_on_its_way_keeps_nothing_of_the_request() -> None:
         await abort(Context(), error)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_compressed_requests_are_refused(server_process: StartServer) -> None:
     server = server_process()

@@ -131,6 +131,7 @@ async def test_a_replica_joins_a_written_bucket_and_follows(server_process: Star
     assert mark["cluster"] == json.loads((upstream.data / "upr-stream.json").read_text())["cluster"]
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.crash
 async def test_a_replica_goes_on_after_a_kill_of_it_or_of_its_upstream(
@@ -283,6 +284,7 @@ async def test_a_bucket_that_is_opened_anew_is_not_gone(
         await in_sync(upstream, replica)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.crash
 @pytest.mark.parametrize("killed", ["", "recovery.before_records", "recovery.after_records"])

@@ -162,6 +162,7 @@ async def read_values(follow: RawFollow, count: int) -> None:
         count -= sum(len(block.values) == LARGE for block in message.frame.blocks)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stored", [False, True], ids=["tail", "store"])
 async def test_followers_that_take_nothing_hold_little_and_keep_nobody_up(
@@ -198,6 +199,7 @@ async def answer_heartbeats(follow: RawFollow, late: asyncio.Event) -> None:
             late.set()
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("count", "size"),
@@ -240,6 +242,7 @@ async def test_consumers_that_give_no_credit_keep_nobody_up(
             task.cancel()
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_answers_that_clients_do_not_take_are_bounded(server_process: StartServer) -> None:
     server = server_process()

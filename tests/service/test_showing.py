@@ -66,6 +66,7 @@ def tiles(frames: list[wire.Frame]) -> dict[int, list[tuple[int, int, int]]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["tail", "zstd", "merged"])
 async def test_every_way_of_showing_shows_the_same_history(

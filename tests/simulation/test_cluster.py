@@ -67,6 +67,7 @@ def active(world: ClusterWorld) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
     world: ClusterWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,6 +115,7 @@ def test_one_witness_is_not_enough_and_nobody_serves_beside_the_next_owner(
     assert tuple(said[-2:]) == began_and_ended
 
 
+@pytest.mark.long
 def test_who_was_restarted_promises_nothing_beside_a_grant_that_it_forgot(
     world: ClusterWorld,
 ) -> None:
@@ -134,6 +136,7 @@ def test_who_was_restarted_promises_nothing_beside_a_grant_that_it_forgot(
     world.check()
 
 
+@pytest.mark.long
 def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
     world: ClusterWorld,
 ) -> None:
@@ -178,6 +181,7 @@ def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
     world.check()
 
 
+@pytest.mark.long
 def test_a_change_that_etcd_makes_later_is_not_taken_for_none(world: ClusterWorld) -> None:
     """The owner does not hear whether a server is counted no more, and that one alone would grant it to go on."""
     first, second, third = world.servers
@@ -212,6 +216,7 @@ def ordered(world: ClusterWorld, *, drops: bool = False) -> None:
     world.until(lambda: not world.ordering, 20, "answered", step=0.05)
 
 
+@pytest.mark.long
 def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
     world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +272,7 @@ def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
     world.check()
 
 
+@pytest.mark.long
 def test_an_owner_is_followed_while_nobody_has_joined_its_newest_bucket(
     world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +302,7 @@ def test_an_owner_is_followed_while_nobody_has_joined_its_newest_bucket(
     world.check()
 
 
+@pytest.mark.long
 def test_an_old_copy_of_the_map_takes_nothing_from_its_owner(world: ClusterWorld) -> None:
     def known() -> Map:
         (data,) = world.etcd.values("/map")
@@ -346,6 +353,7 @@ def test_an_old_copy_of_the_map_takes_nothing_from_its_owner(world: ClusterWorld
     world.check()
 
 
+@pytest.mark.long
 def test_by_an_old_copy_with_the_newest_row_that_it_knows_one_follows_and_the_others_undo(
     world: ClusterWorld,
 ) -> None:
@@ -397,6 +405,7 @@ def test_a_first_server_that_is_killed_behind_the_map_makes_what_that_has(tmp_pa
             world.until(lambda: first.bucket is not None and first.waiting == "", 30, "made")
 
 
+@pytest.mark.long
 def test_a_bucket_that_cannot_be_made_is_told_as_that(
     world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,6 +444,7 @@ def test_no_order_claims_the_map_of_another_set(world: ClusterWorld) -> None:
     assert active(world) == [0]
 
 
+@pytest.mark.long
 def test_what_only_an_emptied_server_had_is_given_up_by_force(world: ClusterWorld) -> None:
     """It waits for an owner, to join its set, and the others know its address as that of the one that is gone."""
     first, second, _ = world.servers
@@ -454,6 +464,7 @@ def test_what_only_an_emptied_server_had_is_given_up_by_force(world: ClusterWorl
     assert [server.waiting for server in world.servers] == ["", "", ""]
 
 
+@pytest.mark.long
 def test_a_drained_server_follows_no_owner_and_a_lost_map_is_made_by_who_serves(
     world: ClusterWorld,
 ) -> None:

@@ -18,6 +18,7 @@ RUNS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['world']}-{run['seed']}")
 def test_what_was_found_once_is_right(tmp_path: Path, run: dict[str, Any]) -> None:
     assert set(run) == {"world", "seed", "steps", "showed"}

@@ -46,6 +46,7 @@ def test_every_seed_ends_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "seed"), [("plain", 1), ("faulty", 2)])
 def test_a_seed_gives_the_same_run_each_time(tmp_path: Path, name: str, seed: int) -> None:
     runs = []

@@ -58,6 +58,7 @@ def end(world: ReplicasWorld) -> None:
     world.check()
 
 
+@pytest.mark.long
 def test_what_only_the_other_replica_has_is_found(begun: Begin) -> None:
     world = begun()
     active, _, lacks = world.servers
@@ -69,6 +70,7 @@ def test_what_only_the_other_replica_has_is_found(begun: Begin) -> None:
     end(world)
 
 
+@pytest.mark.long
 def test_a_server_with_an_empty_disk_is_not_the_one_that_was_counted(begun: Begin) -> None:
     world = begun()
     active, lacks, has = world.servers
@@ -100,6 +102,7 @@ class NothingStays(random.Random):
         return seq[0]
 
 
+@pytest.mark.long
 def test_a_promise_outlives_a_loss_of_power(begun: Begin) -> None:
     world = begun()
     active, candidate, other = world.servers
@@ -123,6 +126,7 @@ def test_a_promise_outlives_a_loss_of_power(begun: Begin) -> None:
     end(world)
 
 
+@pytest.mark.long
 def test_an_owner_that_was_killed_goes_on_under_a_new_id(begun: Begin) -> None:
     world = begun()
     active = world.servers[0]
@@ -140,6 +144,7 @@ def test_an_owner_that_was_killed_goes_on_under_a_new_id(begun: Begin) -> None:
     end(world)
 
 
+@pytest.mark.long
 def test_a_split_brain_heals(begun: Begin) -> None:
     world = begun()
     active, candidate, _ = world.servers
@@ -154,6 +159,7 @@ def test_a_split_brain_heals(begun: Begin) -> None:
     assert candidate.active
 
 
+@pytest.mark.long
 def test_who_met_a_higher_epoch_acknowledges_nothing_while_it_stores_that(
     begun: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +184,7 @@ def test_who_met_a_higher_epoch_acknowledges_nothing_while_it_stores_that(
     end(world)
 
 
+@pytest.mark.long
 def test_an_emptied_server_that_has_joined_nobody_is_not_active_by_force(begun: Begin) -> None:
     world = begun()
     active, emptied, _ = world.servers
@@ -192,6 +199,7 @@ def test_an_emptied_server_that_has_joined_nobody_is_not_active_by_force(begun: 
     assert active.active
 
 
+@pytest.mark.long
 def test_a_chain_loses_its_links_in_turn(begun: Begin) -> None:
     world = begun(CHAIN)
     first, second, third = world.servers
@@ -207,6 +215,7 @@ def test_a_chain_loses_its_links_in_turn(begun: Begin) -> None:
     end(world)
 
 
+@pytest.mark.long
 def test_one_returns_to_be_active_with_writes_that_nobody_got(begun: Begin) -> None:
     world = begun()
     first, second, _ = world.servers
@@ -229,6 +238,7 @@ def test_one_returns_to_be_active_with_writes_that_nobody_got(begun: Begin) -> N
     assert world.counts["undone at disk"] > 0
 
 
+@pytest.mark.long
 def test_a_replica_of_a_replica_that_is_forced_is_the_only_owner(begun: Begin) -> None:
     world = begun(CHAIN)
     first, _, third = world.servers
@@ -254,6 +264,7 @@ def flush(world: ReplicasWorld, server: ServerProcess) -> None:
     world.until(lambda: tail.first == tail.end, 20, "flushed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "place",
     [

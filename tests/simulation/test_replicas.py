@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.simulation import worlds
 
 
@@ -17,6 +19,7 @@ def test_a_set_of_servers_ends_on_one_history_with_all_that_was_promised(tmp_pat
     )
 
 
+@pytest.mark.long
 def test_a_seed_gives_the_same_run_each_time(tmp_path: Path) -> None:
     """In what is done and when; a few steps of one moment may change places, by the order of sets of objects."""
     runs = []

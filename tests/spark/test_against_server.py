@@ -42,6 +42,7 @@ def compare(made: Source, *options: str) -> tuple[int, Any, str]:
     return done.exit_code, document(done).get("against_server"), done.stderr
 
 
+@pytest.mark.long
 def test_an_equal_server_and_one_with_newer_writes(
     made: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +189,7 @@ def test_a_lost_range_is_found(copied: Source) -> None:
     }
 
 
+@pytest.mark.long
 def test_a_server_that_rolled_back_is_not_comparable(made: Source) -> None:
     server = made.server
     server.terminate()

@@ -129,6 +129,7 @@ def overtake(seed: int) -> World:
     return world
 
 
+@pytest.mark.long
 def test_runs_that_are_overtaken_before_their_commit() -> None:
     worlds = [overtake(seed) for seed in range(SEEDS)]
     assert sum(world.waited for world in worlds) > SEEDS // 10

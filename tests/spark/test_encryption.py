@@ -135,6 +135,7 @@ def test_a_wrong_key_says_so(
     assert upr_backup(folder, "verify", "--full", "--key-file", key_file).exit_code == 0
 
 
+@pytest.mark.long
 def test_a_life_with_a_key(
     target: str, tmp_path: Path, key_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_all_read_the_same(server: RunningServer, tmp_path: Path) -> None:
     assert upr_backup(other, "verify", "--full").stdout == "all is well\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "engine", [POOL, pytest.param(SPARK, marks=[pytest.mark.spark, pytest.mark.long])]
 )
@@ -110,6 +111,7 @@ def test_a_killed_driver_takes_its_workers_along(
         assert client.admin.cuts("default") == []
 
 
+@pytest.mark.long
 def test_a_group_whose_worker_is_killed_is_read_again_once(
     server: RunningServer, tmp_path: Path
 ) -> None:
@@ -162,6 +164,7 @@ def test_an_interrupted_pool_says_one_word(server: RunningServer, tmp_path: Path
         assert client.admin.cuts("default") == []
 
 
+@pytest.mark.long
 def test_a_server_that_goes_away_is_one_line(server: RunningServer, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     with Backup(repository, "--retry-seconds", "1", *POOL) as backup:
@@ -230,6 +233,7 @@ def pool_of_this_process() -> set[int | None]:
     return {child.pid for child in children if isinstance(child, SpawnProcess)}
 
 
+@pytest.mark.long
 def test_a_pool_is_kept_and_ends_with_its_engine(server: RunningServer, tmp_path: Path) -> None:
     specs = specs_of(server, tmp_path / "repository")
     engine = LocalEngine(2)

@@ -71,6 +71,7 @@ def test_a_table_is_the_state_at_the_backup(made: Source, kind: str, tmp_path: P
     assert not [path for path in to.parent.iterdir() if path != to]
 
 
+@pytest.mark.long
 def test_what_is_chosen(made: Source, tmp_path: Path) -> None:
     options = ["--partitions", "0-511", "--key-prefix", "key:", "--with-deletes", "--utf8"]
     done = export(made, "parquet", tmp_path / "chosen", *options)
@@ -105,6 +106,7 @@ def test_a_delta_table_is_replaced_in_one_commit(made: Source, tmp_path: Path) -
     assert pa.table(DeltaTable(to, version=0).to_pyarrow_table()).num_rows == 3000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["parquet", "delta"])
 def test_what_is_no_text_is_named(kind: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()

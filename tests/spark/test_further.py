@@ -72,6 +72,7 @@ def test_rows_without_cells_are_written_from_where_they_lie(
     assert given == [column.buffers()[2].address for column in (keys, values)]
 
 
+@pytest.mark.long
 def test_other_cells_are_a_difference(
     server_process: Callable[..., RunningServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,6 +269,7 @@ def test_a_share_of_the_data_is_read(four: Path, monkeypatch: pytest.MonkeyPatch
 # The index.
 
 
+@pytest.mark.long
 def test_ten_thousand_points_are_listed_at_once(tmp_path: Path, s3: S3Server) -> None:
     write_many(tmp_path / "repository", 10_000)
     put_folder(s3, tmp_path / "repository")

@@ -154,6 +154,7 @@ def chain_of_six(
     return repository, shared_server, state
 
 
+@pytest.mark.long
 def test_damage_to_what_was_merged_and_expired_is_found(
     chain_of_six: tuple[Path, RunningServer, State],
 ) -> None:
@@ -283,6 +284,7 @@ def test_a_merge_in_small_portions_is_the_same(
     assert restored(repository, server.target, 4) == state
 
 
+@pytest.mark.long
 def test_what_cannot_be_merged_or_expired_is_said(
     chain_of_six: tuple[Path, RunningServer, State],
 ) -> None:

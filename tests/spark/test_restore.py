@@ -137,6 +137,7 @@ def test_a_killed_restore_is_gone_on_with(
     assert (again.exit_code, "holds data" in again.stderr) == (4, True)
 
 
+@pytest.mark.long
 def test_what_somebody_else_wrote_is_not_overwritten(
     made: Source, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def test_what_somebody_else_wrote_is_not_overwritten(
         assert content(target) == there
 
 
+@pytest.mark.long
 def test_the_same_values_written_by_somebody_else_do_no_harm(
     made: Source, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +240,7 @@ def test_partitions_that_the_backup_has_nothing_of_are_looked_at(
     }
 
 
+@pytest.mark.long
 def test_into_a_bucket_that_holds_data(
     made: Source, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

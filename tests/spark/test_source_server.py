@@ -175,6 +175,7 @@ def test_what_is_merged_across_an_end_is_read_as_it_is_now_by_reset_only(
         one.stop()
 
 
+@pytest.mark.long
 def test_a_batch_says_when_what_it_pinned_is_gone(
     server: RunningServer, client: Client, bucket: Bucket
 ) -> None:
@@ -201,6 +202,7 @@ def test_a_batch_says_when_what_it_pinned_is_gone(
     assert "load()" in raised.value.hint
 
 
+@pytest.mark.long
 def test_loads_take_the_place_of_those_that_nobody_reads(
     server: RunningServer, client: Client, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

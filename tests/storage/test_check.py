@@ -449,6 +449,7 @@ def test_a_pointer_to_an_older_page_is_found(tmp_path: Path) -> None:
     assert any("used and free" in finding.what for finding in report.findings)
 
 
+@pytest.mark.long
 def test_a_truncated_file_kills_the_reader_and_not_the_check(tmp_path: Path) -> None:
     closed = filled(tmp_path / "data", 6)
     (tmp_path / "other").mkdir()

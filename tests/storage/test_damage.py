@@ -203,6 +203,7 @@ def serves_nothing_else(closed: Closed, expected: dict[str, str]) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_damage_is_found_or_changes_nothing(
     whole: Closed, expected: dict[str, str], tmp_path: Path

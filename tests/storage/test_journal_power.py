@@ -93,6 +93,7 @@ class Life:
             self.crash(power=self.disk.power_lost)
 
 
+@pytest.mark.long
 def test_whatever_the_disk_does_what_was_acknowledged_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def lawful_ranges(heads: list[Head], pins: list[int], data: Any) -> BlockRange |
     return BlockRange(P, tuple(chosen))
 
 
+@pytest.mark.long
 @given(st.lists(changes_strategy, min_size=3, max_size=3), st.data())
 @settings(
     max_examples=12,
