@@ -21,6 +21,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.crash.clients import reconnect_soon
 from tests.crash.world import World
 from tests.harness import RunningServer
@@ -169,14 +171,6 @@ async def one_round(folder: Path, seed: int, ends: float) -> Counter[str]:
         server.close()
 
 
-class _Set:
-    """Sets an attribute for good, as ``reconnect_soon`` wants it set."""
-
-    @staticmethod
-    def setattr(target: object, name: str, value: object) -> None:
-        setattr(target, name, value)
-
-
 def main() -> int:
     """Return 0 when nothing was wrong."""
     parser = argparse.ArgumentParser(prog="tools/dev.py soak --faults", description=__doc__)
@@ -185,7 +179,7 @@ def main() -> int:
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
     say(f"faults for {options.minutes} minutes, first seed {seed}")
-    reconnect_soon(_Set)
+    reconnect_soon(pytest.MonkeyPatch())
     ends = time.monotonic() + options.minutes * 60
     total: Counter[str] = Counter()
     while time.monotonic() < ends:

@@ -17,9 +17,6 @@ from upr_backup.cli.commands import main as backup
 from upr_cli_kit.exit_codes import UNREACHABLE, exit_code_of
 from upr_client import Client
 from upr_protocol.wire.grpc import error_from_call
-from upr_spark.errors import UprSparkError
-from upr_spark.sink.options import read_sink_options
-from upr_spark.source.options import read_settings
 
 MANY_DIGITS = "9" * 5000
 NO_TEXT = "\udcff"
@@ -278,19 +275,6 @@ TABLE = """
 """Of each line the status, the command line, and words of the error. There are a bucket "default" with a row, a cut "now",
 the files text and tokens, the folders folder and data, a repository repo, and nobody at 127.0.0.1:1."""
 
-SPARK: list[tuple[dict[str, str], str]] = [
-    ({}, "endpoint: must be given"),
-    ({"endpoint": "nowhere"}, "endpoint"),
-    ({"endpoint": "127.0.0.1:0"}, "endpoint"),
-    ({"endpoint": "127.0.0.1:1", "bucket": ""}, "bucket"),
-    ({"endpoint": "127.0.0.1:1", "noSuch": "1"}, "noSuch: is unknown"),
-    ({"target": "127.0.0.1:1"}, "the server is named by .option"),
-    ({"endpoint": "127.0.0.1:1", "subscribe": "orders"}, "a bucket is named by .option"),
-    ({"endpoint": "127.0.0.1:1", "tls": "maybe"}, "tls"),
-    ({"endpoint": "127.0.0.1:1", "connectTimeout": "soon"}, "connectTimeout"),
-    ({"endpoint": "127.0.0.1:1", "batchRows": "0"}, "batchRows"),
-]
-
 
 def cases() -> list[tuple[int, str, str]]:
     lines = [line for line in TABLE.splitlines() if line]
@@ -362,12 +346,6 @@ def test_bad_input_is_one_clear_line_and_changes_nothing(
         wrong: list[str] = []
         for status, words, expected in table:
             wrong += filter(None, [complaint(words, status, expected)])
-        for options, expected in SPARK:
-            for read in (read_settings, lambda given: read_sink_options(given, streaming=False)):
-                with pytest.raises(UprSparkError) as raised:
-                    read(options)
-                if expected not in str(raised.value) or "\n" in str(raised.value):
-                    wrong.append(f"{options}: {raised.value}")
         assert not wrong, "\n".join(wrong)
         assert state(client, tmp_path) == before
 

@@ -567,6 +567,10 @@ def test_groups_are_of_about_the_same_weight() -> None:
         ({"endpoint": "x"}, "endpoint"),
         ({"endpont": "h:1"}, "endpont"),
         ({"path": "x"}, "path"),
+        ({"target": "127.0.0.1:2"}, "target"),
+        ({"subscribe": "orders"}, "subscribe"),
+        ({"tls": "maybe"}, "tls"),
+        ({"connecttimeout": "soon"}, "connectTimeout"),
         ({"partitions": "0-1024"}, "partitions"),
         ({"partitions": "9-3"}, "partitions"),
         ({"onrollback": "ignore"}, "onRollback"),
@@ -605,6 +609,7 @@ def test_bad_options_are_refused_by_name(options: dict[str, str], named: str) ->
     assert raised.value.details["option"] == named
     assert raised.value.hint or named in ("startingOffsets", "tls.ca", "tokenFile", "token")
     assert "s3cret" not in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_options_take_their_values() -> None:
