@@ -134,7 +134,7 @@ async def test_what_is_not_durable_in_time_is_unknown_too(
     call = await world.call()
     call.send(1, rows(b"k"))
     try:
-        told = await answer(call)
+        told = await asyncio.wait_for(answer(call), 10)
     finally:
         written.set()
     assert told.refused.reason == "UNKNOWN_OUTCOME"
