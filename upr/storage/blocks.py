@@ -139,15 +139,16 @@ def stretches(
     """
     ranges = list(settled)
     groups: list[list[Head]] = []
+    # Of the block before: its horizon, and where the settled range ends in which it is.
+    horizon = within = 0
     for head in heads:
-        before = groups[-1][-1] if groups else None
-        if before is not None and (
-            before.horizon == head.horizon
-            or any(first <= before.start and head.end <= last for first, last in ranges)
-        ):
+        if head.horizon == horizon or head.end <= within:
             groups[-1].append(head)
         else:
             groups.append([head])
+        horizon = head.horizon
+        if head.start >= within:
+            within = max([last for first, last in ranges if first <= head.start < last], default=0)
     return [BlockRange(partition, tuple(group)) for group in groups]
 
 
