@@ -111,6 +111,19 @@ async def test_a_small_range_is_compacted_whatever_its_keys_are(folder: Path) ->
 
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("always_by_hashes")
+async def test_blocks_that_are_all_small_are_joined_whatever_their_hashes_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with compacted_by_hand(folder) as host:
+        keys = some_keys(P, FAN_IN)
+        for key in keys:
+            await flush(host, {key: b""})
+        monkeypatch.setattr(host.disk.store, "look", None)
+        assert await compact(host) == [len(keys)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("always_by_hashes")
 async def test_keys_that_are_all_different_are_joined_and_those_that_are_repeated_compacted(
     folder: Path,
 ) -> None:

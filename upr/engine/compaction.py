@@ -69,7 +69,10 @@ def hardly_repeats(one: BlockRange, known: BlockHashes) -> bool:
     """
     if known.ends != [head.end for head in reversed(one.heads)]:
         return False
-    before = np.append(0, np.cumsum(np.isin(known.hashes, repeated(known.hashes))))
+    again = repeated(known.hashes)
+    if not len(again):
+        return True
+    before = np.append(0, np.cumsum(np.isin(known.hashes, again)))
     repeats = np.diff(before[np.append(0, known.row_ends)])
     sizes = np.array([head.size for head in reversed(one.heads)])
     superseded = sizes[repeats > 0].sum()

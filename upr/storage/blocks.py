@@ -140,7 +140,7 @@ def stretches(
     ranges = list(settled)
     groups: list[list[Head]] = []
     # Of the block before: its horizon, and where the settled range ends in which it is.
-    horizon = within = 0
+    horizon, within = -1, 0
     for head in heads:
         if head.horizon == horizon or head.end <= within:
             groups[-1].append(head)
