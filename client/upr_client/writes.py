@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from upr_protocol.block import (
+    OP_SET,
     ROW_BYTES,
     Block,
-    RowColumns,
-    block_of_rows,
     build_block,
-    join_rows,
+    join_blocks,
     select_runs,
 )
 from upr_protocol.errors import (
@@ -36,7 +35,7 @@ from upr_protocol.limits import (
     PARTITIONS,
     choice,
 )
-from upr_protocol.partitioning import partition_of, partitions_of
+from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.codec import block_from_message, decode_runs, encode_runs, fill_message
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
@@ -71,19 +70,31 @@ class WriteResult(NamedTuple):
 Run = tuple[int, int, int, int]
 
 
-class WriteResults(NamedTuple):
+Applied = npt.NDArray[np.uint64]
+"""Runs as columns, of shape (4, runs): an object for each would take longer than writing its rows."""
+
+
+class WriteResults:
     """Partitions, seqnos and failover ids of many mutations.
 
-    Args:
+    Attributes:
         rows: how many were written.
-        runs: (partition, start_seqno, end_seqno, failover_id): the rows of a partition got the seqnos above start
-            up to end; one for each block and partition, in the order of writing.
         bucket_version: the random id of the bucket.
     """
 
-    rows: int
-    runs: list[Run]
-    bucket_version: int = 0
+    __slots__ = ("_applied", "bucket_version", "rows")
+
+    def __init__(self, rows: int, runs: Applied | Sequence[Run], bucket_version: int = 0) -> None:
+        self.rows = rows
+        self.bucket_version = bucket_version
+        self._applied = runs if isinstance(runs, np.ndarray) else applied_of(runs)
+
+    @property
+    def runs(self) -> list[Run]:
+        """(partition, start_seqno, end_seqno, failover_id): the rows of a partition got the seqnos above start up to end;
+        one for each block and partition, in the order of writing. The list is made when it is asked for.
+        """
+        return list(zip(*self._applied.tolist(), strict=True))
 
     @property
     def token(self) -> WriteToken:
@@ -93,6 +104,21 @@ class WriteResults(NamedTuple):
             InvalidArgumentError: the server forgot a seqno.
         """
         return _token(self.bucket_version, [(run[0], run[3], run[2]) for run in self.runs])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WriteResults):
+            return NotImplemented
+        numbers = self.rows, self.bucket_version
+        same = numbers == (other.rows, other.bucket_version)
+        return same and np.array_equal(self._applied, other._applied)
+
+    def __repr__(self) -> str:
+        return f"WriteResults(rows={self.rows}, runs={self.runs}, bucket_version={self.bucket_version})"
+
+
+def applied_of(runs: Sequence[Run]) -> Applied:
+    """Return runs as columns."""
+    return np.array(runs, np.uint64).reshape(-1, 4).T
 
 
 AtLeast = WriteToken | WriteResult | WriteResults | None
@@ -133,11 +159,28 @@ def write_request(block: Block, durability: types_pb2.Durability.ValueType) -> k
     return request
 
 
-def result_runs(result: kv_pb2.WriteResult) -> list[Run]:
+def result_runs(results: Iterable[kv_pb2.WriteResult]) -> list[Run]:
     """Return the runs that were applied, as ``WriteResults.runs``."""
-    runs = decode_runs(result.runs).tolist()
-    ids = [*result.failover_ids, *repeat(0, len(runs) - len(result.failover_ids))]
-    return [(run[0], run[2], run[3], one) for run, one in zip(runs, ids, strict=False)]
+    found: list[Run] = []
+    for result in results:
+        runs = decode_runs(result.runs).tolist()
+        ids = [*result.failover_ids, *repeat(0, len(runs) - len(result.failover_ids))]
+        found += [(run[0], run[2], run[3], one) for run, one in zip(runs, ids, strict=False)]
+    return found
+
+
+def result_columns(results: Iterable[kv_pb2.WriteResult]) -> Applied:
+    """Return the same as columns."""
+    found = [np.empty((4, 0), np.uint64)]
+    for result in results:
+        runs = decode_runs(result.runs)
+        columns = np.zeros((4, len(runs)), np.uint64)
+        for column, name in zip(columns, ("partition", "start_seqno", "end_seqno"), strict=False):
+            column[:] = runs[name]
+        ids = result.failover_ids[: len(runs)]
+        columns[3, : len(ids)] = ids
+        found.append(columns)
+    return np.concatenate(found, axis=1)
 
 
 def partly_refused(refused: Sequence[types_pb2.RefusedPartition], *, applied: bool) -> UprError:
@@ -196,13 +239,15 @@ class Bundle:
         tell: as of ``Row``.
     """
 
-    rows: RowColumns
+    block: Block
     tell: Callable[[], None]
-    outcome: list[Run] | UprError | None = None
-    partitions: npt.NDArray[np.uint32] = field(init=False)
+    outcome: Applied | UprError | None = None
 
-    def __post_init__(self) -> None:
-        self.partitions = partitions_of(self.rows.keys)
+    @property
+    def bytes(self) -> int:
+        """Return what it takes at most in the columns of a block with others."""
+        block = self.block
+        return len(block.keys) + len(block.values) + ROW_BYTES * block.rows
 
 
 class Kind(NamedTuple):
@@ -256,9 +301,7 @@ class Group:
     def request(self) -> kv_pb2.WriteRequest:
         """Return the Write of its rows, in their order within each partition."""
         if self.kind.bundles:
-            bundles = cast("list[Bundle]", self.callers)
-            partitions = np.concatenate([bundle.partitions for bundle in bundles])
-            block = block_of_rows(join_rows([bundle.rows for bundle in bundles]), partitions)
+            block = join_blocks([bundle.block for bundle in cast("list[Bundle]", self.callers)])
         else:
             rows = cast("list[Row]", self.callers)
             block = build_block([row.key for row in rows], [row.value for row in rows])
@@ -266,7 +309,7 @@ class Group:
 
     def tell(
         self,
-        runs: Sequence[Run],
+        results: Sequence[kv_pb2.WriteResult],
         refused: Mapping[int, types_pb2.Problem],
         error: UprError | None,
         bucket_version: int = 0,
@@ -274,14 +317,14 @@ class Group:
         """Tell each row, or bundle, its outcome.
 
         Args:
-            runs: of the partitions that applied their part, as ``WriteResults.runs``.
+            results: of the partitions that applied their part.
             refused: why other partitions did not.
             error: the outcome in all the rest.
         """
         if self.kind.bundles:
-            self._tell_bundles(runs, refused, error or _left_out())
+            self._tell_bundles(result_columns(results), refused, error or _left_out())
             return
-        applied = {run[0]: run for run in runs}
+        applied = {run[0]: run for run in result_runs(results)}
         given = dict.fromkeys(applied, 0)
         for row in cast("list[Row]", self.callers):
             partition = partition_of(row.key)
@@ -299,29 +342,28 @@ class Group:
             row.tell()
 
     def _tell_bundles(
-        self, runs: Sequence[Run], refused: Mapping[int, types_pb2.Problem], error: UprError
+        self, runs: Applied, refused: Mapping[int, types_pb2.Problem], error: UprError
     ) -> None:
         starts, ends, ids = np.zeros((3, PARTITIONS), np.uint64)
         applied = np.zeros(PARTITIONS, np.bool_)
-        if runs:
-            of, starts_of, ends_of, ids_of = np.array(runs, np.uint64).T
-            at = of.astype(np.int64)
-            applied[at], starts[at], ends[at], ids[at] = True, starts_of, ends_of, ids_of
+        at = runs[0].astype(np.int64)
+        applied[at], (starts[at], ends[at], ids[at]) = True, runs[1:]
         for bundle in cast("list[Bundle]", self.callers):
             # Within a partition its rows are behind those of the bundles before it.
-            counts = np.bincount(bundle.partitions, minlength=PARTITIONS).astype(np.uint64)
-            touched = counts.nonzero()[0]
-            missing = touched[~applied[touched]].tolist()
-            if missing:
-                bundle.outcome = _failure_of(
-                    missing, refused, error, applied=len(missing) < len(touched)
-                )
-            else:
-                columns = np.array((starts, starts + counts, ids))[:, touched]
+            table = bundle.block.runs
+            touched, counts = table["partition"].astype(np.int64), table["count"].astype(np.uint64)
+            told = applied[touched]
+            first = starts[touched]
+            starts[touched] = last = first + counts
+            if told.all():
+                columns = np.array((touched, first, last, ids[touched]), np.uint64)
                 # Where the seqnos are no longer known.
-                columns[:2, ends[touched] == 0] = 0
-                bundle.outcome = list(zip(touched.tolist(), *columns.tolist(), strict=True))
-            starts[touched] += counts[touched]
+                columns[1:3, ends[touched] == 0] = 0
+                bundle.outcome = columns
+            else:
+                bundle.outcome = _failure_of(
+                    touched[~told].tolist(), refused, error, applied=bool(told.any())
+                )
             bundle.tell()
 
 
@@ -366,11 +408,11 @@ class Gathering:
 
     def add_bundle(self, bundle: Bundle, durability: types_pb2.Durability.ValueType) -> None:
         """Put a bundle of at most BLOCK_COLUMN_BYTES behind all that waits."""
-        deletes = bundle.rows.deletes
-        size = bundle.rows.column_bytes
+        ops = bundle.block.ops
+        size = bundle.bytes
         # A server that is late has large writes take turns: small ones must not become one of them.
         most = JOINED_SMALL_BYTES if size < JOINED_SMALL_BYTES else BLOCK_COLUMN_BYTES
-        kind = Kind(durability, deletes is not None and bool(deletes.all()), most)
+        kind = Kind(durability, bool(ops) and OP_SET not in ops, most)
         group = self._groups[-1] if self._groups else None
         if group is None or group.kind != kind or group.bytes + size > most:
             self._begun += 1

@@ -1,8 +1,10 @@
-/* Rows of a block as Python objects, made from its columns in one pass.
+/* Rows of a block as Python objects, made from its columns in one pass; columns, made from such objects or from those of
+other blocks.
 
-The functions here do what block_changes and block_items of upr_client/changes/events.py do in Python, and nothing else:
-those are the reference. Columns that contradict each other are not for this module: then it returns None, the caller asks the
-reference, and so both always agree. Every offset is compared with the end of its column before anything is read there.
+The functions here do what block_changes and block_items of upr_client/changes/events.py, and check_pairs, build_block and
+join_blocks of block.py, do in Python, and nothing else: those are the reference. What contradicts itself or is out of its
+range is not for this module: then it returns None, the caller asks the reference, and so both always agree. Every offset is
+compared with the end of its column before anything is read there.
 */
 
 #define PY_SSIZE_T_CLEAN
@@ -18,8 +20,10 @@ reference, and so both always agree. Every offset is compared with the end of it
 #error "lists are filled here without a lock"
 #endif
 
-enum { RUN_BYTES = 40, COUNT_AT = 4, START_AT = 8 };
+enum { RUN_BYTES = 40, COUNT_AT = 4, START_AT = 8, TIME_AT = 32 };
 enum { FIELDS = 5, OP_DELETE = 1 };
+/* As in limits.py and block.py. */
+enum { PARTITIONS = 1024, KEY_BYTES_MAX = 4096, VALUE_BYTES_MAX = 20 << 20, ROW_BYTES = 9 };
 
 /* Larger seqnos than a block can hold: their sums would differ from those of Python. */
 static const uint64_t START_MAX = UINT64_C(1) << 62;
@@ -318,8 +322,549 @@ items(PyObject *module, PyObject *const *args, Py_ssize_t count)
     return listed(args, &columns, fill_items);
 }
 
+/* Whether a row may be written. */
+static int
+row_fits(PyObject *key, PyObject *value)
+{
+    if (!PyBytes_CheckExact(key) || PyBytes_GET_SIZE(key) < 1 || PyBytes_GET_SIZE(key) > KEY_BYTES_MAX) {
+        return 0;
+    }
+    return value == Py_None || (PyBytes_CheckExact(value) && PyBytes_GET_SIZE(value) <= VALUE_BYTES_MAX);
+}
+
+static Py_ssize_t
+value_bytes(PyObject *value)
+{
+    return value == Py_None ? 0 : PyBytes_GET_SIZE(value);
+}
+
+/* Put the keys, values and sizes of pairs where there is a place for each; whether all may be written. */
+static int
+split(PyObject *list, PyObject *keys, PyObject *values, char *sizes)
+{
+    Py_ssize_t count = PyList_GET_SIZE(keys);
+    /* Making room may have had the collector run what changed it. */
+    if (PyList_GET_SIZE(list) != count) {
+        return 0;
+    }
+    for (Py_ssize_t row = 0; row < count; row++) {
+        PyObject *pair = PyList_GET_ITEM(list, row);
+        if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) {
+            return 0;
+        }
+        PyObject *key = PyTuple_GET_ITEM(pair, 0), *value = PyTuple_GET_ITEM(pair, 1);
+        if (!row_fits(key, value)) {
+            return 0;
+        }
+        PyList_SET_ITEM(keys, row, Py_NewRef(key));
+        PyList_SET_ITEM(values, row, Py_NewRef(value));
+        int64_t size = ROW_BYTES + PyBytes_GET_SIZE(key) + value_bytes(value);
+        memcpy(sizes + 8 * row, &size, sizeof size);
+    }
+    return 1;
+}
+
+PyDoc_STRVAR(pairs_doc, "pairs(rows)\n--\n\n"
+                        "Return keys, values and the sizes (int64) of a list of pairs, or None if one may not be written.");
+
+static PyObject *
+pairs(PyObject *module, PyObject *list)
+{
+    if (!PyList_CheckExact(list)) {
+        Py_RETURN_NONE;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(list);
+    PyObject *keys = PyList_New(count), *values = PyList_New(count);
+    PyObject *sizes = PyBytes_FromStringAndSize(NULL, 8 * count);
+    PyObject *made = NULL;
+    if (keys != NULL && values != NULL && sizes != NULL) {
+        made = split(list, keys, values, PyBytes_AS_STRING(sizes)) ? PyTuple_Pack(3, keys, values, sizes) : Py_NewRef(Py_None);
+    }
+    Py_XDECREF(keys);
+    Py_XDECREF(values);
+    Py_XDECREF(sizes);
+    return made;
+}
+
+/* Of zlib's CRC-32: the CRC of each byte with so many zeros behind it. */
+static uint32_t crc_steps[8][256];
+
+static void
+fill_crc_steps(void)
+{
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t crc = byte;
+        for (int bit = 0; bit < 8; bit++) {
+            crc = crc & 1 ? UINT32_C(0xEDB88320) ^ (crc >> 1) : crc >> 1;
+        }
+        crc_steps[0][byte] = crc;
+    }
+    for (int zeros = 1; zeros < 8; zeros++) {
+        for (int byte = 0; byte < 256; byte++) {
+            uint32_t crc = crc_steps[zeros - 1][byte];
+            crc_steps[zeros][byte] = crc_steps[0][crc & 0xFF] ^ (crc >> 8);
+        }
+    }
+}
+
+static unsigned
+partition_of(const char *key, Py_ssize_t size)
+{
+    uint32_t crc = UINT32_MAX;
+    for (; size >= 8; key += 8, size -= 8) {
+        uint32_t low, high;
+        memcpy(&low, key, sizeof low);
+        memcpy(&high, key + 4, sizeof high);
+        low ^= crc;
+        crc = crc_steps[7][low & 0xFF] ^ crc_steps[6][low >> 8 & 0xFF] ^ crc_steps[5][low >> 16 & 0xFF] ^ crc_steps[4][low >> 24]
+              ^ crc_steps[3][high & 0xFF] ^ crc_steps[2][high >> 8 & 0xFF] ^ crc_steps[1][high >> 16 & 0xFF]
+              ^ crc_steps[0][high >> 24];
+    }
+    for (; size > 0; key++, size--) {
+        crc = crc_steps[0][(crc ^ (unsigned char)*key) & 0xFF] ^ (crc >> 8);
+    }
+    return (~crc >> 16) % PARTITIONS;
+}
+
+/* Columns that are being made. */
+typedef struct {
+    PyObject *runs;
+    PyObject *op_codes;
+    PyObject *key_offsets;
+    PyObject *keys;
+    PyObject *value_offsets;
+    PyObject *values;
+    PyObject *times;
+} Made;
+
+static void
+drop(Made *made)
+{
+    Py_CLEAR(made->runs);
+    Py_CLEAR(made->op_codes);
+    Py_CLEAR(made->key_offsets);
+    Py_CLEAR(made->keys);
+    Py_CLEAR(made->value_offsets);
+    Py_CLEAR(made->values);
+    Py_CLEAR(made->times);
+}
+
+/* Make columns of these sizes, to be filled; -1 with an exception. */
+static int
+make(Made *made, Py_ssize_t runs, Py_ssize_t rows, uint64_t key_size, uint64_t value_size, int ops, int values, int times)
+{
+    memset(made, 0, sizeof *made);
+    made->runs = PyBytes_FromStringAndSize(NULL, RUN_BYTES * runs);
+    made->op_codes = PyBytes_FromStringAndSize(NULL, ops ? rows : 0);
+    made->key_offsets = PyBytes_FromStringAndSize(NULL, 4 * (rows + 1));
+    made->keys = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)key_size);
+    made->value_offsets = PyBytes_FromStringAndSize(NULL, values ? 4 * (rows + 1) : 0);
+    made->values = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)value_size);
+    made->times = PyBytes_FromStringAndSize(NULL, times ? 8 * rows : 0);
+    if (made->runs && made->op_codes && made->key_offsets && made->keys && made->value_offsets && made->values && made->times) {
+        return 0;
+    }
+    drop(made);
+    return -1;
+}
+
+static PyObject *
+finished(Made *made)
+{
+    PyObject *columns = PyTuple_Pack(7, made->runs, made->op_codes, made->key_offsets, made->keys, made->value_offsets,
+                                     made->values, made->times);
+    drop(made);
+    return columns;
+}
+
+static void
+put_number(char *column, Py_ssize_t index, uint32_t number)
+{
+    memcpy(column + 4 * index, &number, sizeof number);
+}
+
+/* Rows that become columns, sorted by partition. */
+typedef struct {
+    PyObject *const *keys;
+    PyObject *const *values;
+    Py_ssize_t count;
+    uint16_t *partitions;
+    uint32_t *order;
+    uint32_t counts[PARTITIONS];
+    Py_ssize_t touched;
+    uint64_t key_size;
+    uint64_t value_size;
+    int deletes;
+} Sorting;
+
+/* Look at each row, for its partition unless that was chosen (uint16 each); whether they fit into one block. */
+static int
+look_at_rows(Sorting *sorting, const char *chosen)
+{
+    for (Py_ssize_t row = 0; row < sorting->count; row++) {
+        PyObject *key = sorting->keys[row], *value = sorting->values[row];
+        if (!row_fits(key, value)) {
+            return 0;
+        }
+        uint16_t partition;
+        if (chosen != NULL) {
+            memcpy(&partition, chosen + 2 * row, sizeof partition);
+            if (partition >= PARTITIONS) {
+                return 0;
+            }
+        }
+        else {
+            partition = (uint16_t)partition_of(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key));
+        }
+        sorting->partitions[row] = partition;
+        sorting->touched += !sorting->counts[partition]++;
+        sorting->key_size += PyBytes_GET_SIZE(key);
+        sorting->value_size += value_bytes(value);
+        sorting->deletes |= value == Py_None;
+    }
+    return sorting->key_size <= INT32_MAX && sorting->value_size <= INT32_MAX;
+}
+
+/* Write the run table, and bring the rows into the order of their partitions. */
+static void
+sort_rows(Sorting *sorting, char *run)
+{
+    uint32_t next[PARTITIONS], before = 0;
+    for (uint32_t partition = 0; partition < PARTITIONS; partition++) {
+        next[partition] = before;
+        if (sorting->counts[partition]) {
+            memset(run, 0, RUN_BYTES);
+            put_number(run, 0, partition);
+            put_number(run + COUNT_AT, 0, sorting->counts[partition]);
+            run += RUN_BYTES;
+            before += sorting->counts[partition];
+        }
+    }
+    for (Py_ssize_t row = 0; row < sorting->count; row++) {
+        sorting->order[next[sorting->partitions[row]]++] = (uint32_t)row;
+    }
+}
+
+/* Write the cells of sorted rows behind each other, and where each ends. */
+static void
+put_cells(const Sorting *sorting, PyObject *const *cells, char *offsets, char *data)
+{
+    uint32_t end = 0;
+    put_number(offsets, 0, 0);
+    for (Py_ssize_t at = 0; at < sorting->count; at++) {
+        PyObject *cell = cells[sorting->order[at]];
+        if (cell != Py_None) {
+            memcpy(data + end, PyBytes_AS_STRING(cell), PyBytes_GET_SIZE(cell));
+            end += (uint32_t)PyBytes_GET_SIZE(cell);
+        }
+        put_number(offsets, at + 1, end);
+    }
+}
+
+/* Return the columns of rows, or None if they do not fit into one block. */
+static PyObject *
+sorted_columns(Sorting *sorting, const char *chosen)
+{
+    Made made;
+    if (!look_at_rows(sorting, chosen)) {
+        Py_RETURN_NONE;
+    }
+    if (make(&made, sorting->touched, sorting->count, sorting->key_size, sorting->value_size, sorting->deletes, 1, 0) < 0) {
+        return NULL;
+    }
+    sort_rows(sorting, PyBytes_AS_STRING(made.runs));
+    put_cells(sorting, sorting->keys, PyBytes_AS_STRING(made.key_offsets), PyBytes_AS_STRING(made.keys));
+    put_cells(sorting, sorting->values, PyBytes_AS_STRING(made.value_offsets), PyBytes_AS_STRING(made.values));
+    if (sorting->deletes) {
+        char *ops = PyBytes_AS_STRING(made.op_codes);
+        for (Py_ssize_t at = 0; at < sorting->count; at++) {
+            ops[at] = sorting->values[sorting->order[at]] == Py_None ? OP_DELETE : 0;
+        }
+    }
+    return finished(&made);
+}
+
+static int
+is_plain(PyObject *sequence)
+{
+    return PyList_CheckExact(sequence) || PyTuple_CheckExact(sequence);
+}
+
+PyDoc_STRVAR(columns_doc, "columns(keys, values, first, last, partitions)\n--\n\n"
+                          "Return run table, ops, key offsets, keys, value offsets, values and times of rows, sorted by\n"
+                          "partition (of the key, or as uint16 each), or None if they do not fit into one block.");
+
+static PyObject *
+columns(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "columns takes keys, values, the first row, the end and partitions");
+        return NULL;
+    }
+    Py_ssize_t first = PyLong_AsSsize_t(args[2]), last = PyLong_AsSsize_t(args[3]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (!is_plain(args[0]) || !is_plain(args[1]) || PySequence_Fast_GET_SIZE(args[0]) != PySequence_Fast_GET_SIZE(args[1])
+        || first < 0 || first >= last || last > PySequence_Fast_GET_SIZE(args[0]) || last - first > INT32_MAX / 8) {
+        Py_RETURN_NONE;
+    }
+    const char *chosen = NULL;
+    if (args[4] != Py_None) {
+        if (!PyBytes_CheckExact(args[4]) || PyBytes_GET_SIZE(args[4]) != 2 * (last - first)) {
+            Py_RETURN_NONE;
+        }
+        chosen = PyBytes_AS_STRING(args[4]);
+    }
+    Sorting sorting = {
+        .keys = PySequence_Fast_ITEMS(args[0]) + first,
+        .values = PySequence_Fast_ITEMS(args[1]) + first,
+        .count = last - first,
+    };
+    sorting.order = PyMem_Malloc((sizeof *sorting.order + sizeof *sorting.partitions) * sorting.count);
+    if (sorting.order == NULL) {
+        return PyErr_NoMemory();
+    }
+    sorting.partitions = (uint16_t *)(sorting.order + sorting.count);
+    PyObject *made = sorted_columns(&sorting, chosen);
+    PyMem_Free(sorting.order);
+    return made;
+}
+
+/* What blocks have of a partition together; and then, in the same fields, where its next row goes. */
+typedef struct {
+    char run[RUN_BYTES];
+    int touched;
+    uint64_t rows;
+    uint64_t key_size;
+    uint64_t value_size;
+} Share;
+
+/* Blocks that become one. */
+typedef struct {
+    Columns *blocks;
+    Py_ssize_t count;
+    Share *shares;
+    Py_ssize_t touched;
+    Share total;
+    int ops;
+    int values;
+    int dated;
+} Joining;
+
+static uint64_t
+long_at(const char *place)
+{
+    uint64_t number;
+    memcpy(&number, place, sizeof number);
+    return number;
+}
+
+/* Put a run behind those that its partition has. */
+static void
+add_run(Share *share, const char *run)
+{
+    if (!share->touched) {
+        memcpy(share->run, run, RUN_BYTES);
+        share->touched = 1;
+        return;
+    }
+    uint32_t count = number_at(share->run + COUNT_AT, 0) + number_at(run + COUNT_AT, 0);
+    put_number(share->run + COUNT_AT, 0, count);
+    /* End and horizon are those of the last one, the time is the newest. */
+    memcpy(share->run + START_AT + 8, run + START_AT + 8, 16);
+    if (long_at(run + TIME_AT) > long_at(share->run + TIME_AT)) {
+        memcpy(share->run + TIME_AT, run + TIME_AT, 8);
+    }
+}
+
+static uint32_t
+span(const char *offsets, Py_ssize_t first, Py_ssize_t last)
+{
+    return number_at(offsets, last) - number_at(offsets, first);
+}
+
+/* Whether offsets that fit begin at 0, and end where the data does. */
+static int
+offsets_fill(const char *offsets, Py_ssize_t rows, Py_ssize_t data_bytes)
+{
+    return number_at(offsets, 0) == 0 && number_at(offsets, rows) == (uint64_t)data_bytes;
+}
+
+/* Add the runs of a block to the shares of their partitions; whether it can be joined. */
+static int
+add_block(Joining *joining, const Columns *block)
+{
+    if (block->seqnos != NULL || (block->value_offsets != NULL) != joining->values
+        || !offsets_fill(block->key_offsets, block->rows, block->key_bytes)
+        || (joining->values && !offsets_fill(block->value_offsets, block->rows, block->value_bytes))) {
+        return 0;
+    }
+    joining->ops |= block->op_codes != NULL;
+    Py_ssize_t first = 0;
+    for (Py_ssize_t at = 0; at < block->run_count; at++) {
+        const char *run = block->runs + at * RUN_BYTES;
+        uint32_t partition = number_at(run, 0);
+        if (partition >= PARTITIONS) {
+            return 0;
+        }
+        Share *share = &joining->shares[partition];
+        joining->touched += !share->touched;
+        add_run(share, run);
+        Py_ssize_t last = first + number_at(run + COUNT_AT, 0);
+        share->rows += last - first;
+        share->key_size += span(block->key_offsets, first, last);
+        if (joining->values) {
+            share->value_size += span(block->value_offsets, first, last);
+        }
+        first = last;
+    }
+    return 1;
+}
+
+/* Have each share say where its first row goes; the total is what they have together. */
+static void
+place_shares(Joining *joining)
+{
+    Share *total = &joining->total;
+    for (Share *share = joining->shares; share < joining->shares + PARTITIONS; share++) {
+        Share has = *share;
+        share->rows = total->rows;
+        share->key_size = total->key_size;
+        share->value_size = total->value_size;
+        total->rows += has.rows;
+        total->key_size += has.key_size;
+        total->value_size += has.value_size;
+    }
+}
+
+/* Copy the cells of some rows to the place of a row and a byte; return their bytes. */
+static uint32_t
+copy_cells(const char *offsets, const char *data, Py_ssize_t first, Py_ssize_t last, char *to_offsets, char *to, uint64_t row, uint64_t byte)
+{
+    uint32_t begin = number_at(offsets, first), size = span(offsets, first, last);
+    for (Py_ssize_t at = first; at < last; at++) {
+        put_number(to_offsets, (Py_ssize_t)++row, number_at(offsets, at + 1) - begin + (uint32_t)byte);
+    }
+    if (size) {
+        memcpy(to + byte, data + begin, size);
+    }
+    return size;
+}
+
+/* Copy the rows of a block to the places of their partitions. */
+static void
+copy_block(Joining *joining, const Columns *block, Made *made)
+{
+    Py_ssize_t first = 0;
+    for (Py_ssize_t at = 0; at < block->run_count; at++) {
+        const char *run = block->runs + at * RUN_BYTES;
+        Share *share = &joining->shares[number_at(run, 0)];
+        Py_ssize_t last = first + number_at(run + COUNT_AT, 0);
+        uint64_t row = share->rows;
+        if (joining->ops) {
+            char *to = PyBytes_AS_STRING(made->op_codes) + row;
+            if (block->op_codes != NULL) {
+                memcpy(to, block->op_codes + first, last - first);
+            }
+            else {
+                memset(to, 0, last - first);
+            }
+        }
+        if (joining->dated) {
+            for (Py_ssize_t inside = 0; inside < last - first; inside++) {
+                memcpy(PyBytes_AS_STRING(made->times) + 8 * (row + inside), run + TIME_AT, 8);
+            }
+        }
+        share->key_size += copy_cells(block->key_offsets, block->keys, first, last, PyBytes_AS_STRING(made->key_offsets),
+                                      PyBytes_AS_STRING(made->keys), row, share->key_size);
+        if (joining->values) {
+            share->value_size += copy_cells(block->value_offsets, block->values, first, last,
+                                            PyBytes_AS_STRING(made->value_offsets), PyBytes_AS_STRING(made->values), row,
+                                            share->value_size);
+        }
+        share->rows += last - first;
+        first = last;
+    }
+}
+
+/* Return the columns of blocks that become one, or None if they cannot. */
+static PyObject *
+joined_columns(Joining *joining)
+{
+    for (Py_ssize_t at = 0; at < joining->count; at++) {
+        if (!add_block(joining, &joining->blocks[at])) {
+            Py_RETURN_NONE;
+        }
+    }
+    place_shares(joining);
+    const Share *total = &joining->total;
+    if (total->rows > INT32_MAX / 8 || total->key_size > INT32_MAX || total->value_size > INT32_MAX) {
+        Py_RETURN_NONE;
+    }
+    Made made;
+    if (make(&made, joining->touched, (Py_ssize_t)total->rows, total->key_size, total->value_size, joining->ops,
+             joining->values, joining->dated) < 0) {
+        return NULL;
+    }
+    char *run = PyBytes_AS_STRING(made.runs);
+    for (const Share *share = joining->shares; share < joining->shares + PARTITIONS; share++) {
+        if (share->touched) {
+            memcpy(run, share->run, RUN_BYTES);
+            run += RUN_BYTES;
+        }
+    }
+    put_number(PyBytes_AS_STRING(made.key_offsets), 0, 0);
+    if (joining->values) {
+        put_number(PyBytes_AS_STRING(made.value_offsets), 0, 0);
+    }
+    for (Py_ssize_t at = 0; at < joining->count; at++) {
+        copy_block(joining, &joining->blocks[at], &made);
+    }
+    return finished(&made);
+}
+
+PyDoc_STRVAR(joined_doc, "joined(blocks, dated)\n--\n\n"
+                         "Return what columns does, of blocks: run table, seqnos, ops, key offsets, keys, value offsets and\n"
+                         "values each; with times if dated. None if they cannot be joined.");
+
+static PyObject *
+joined(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2 || !PyList_CheckExact(args[0]) || !PyBool_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "joined takes a list of blocks, and whether rows keep their times");
+        return NULL;
+    }
+    Joining joining = {.count = PyList_GET_SIZE(args[0]), .dated = args[1] == Py_True};
+    if (joining.count == 0) {
+        Py_RETURN_NONE;
+    }
+    joining.shares = PyMem_Calloc(PARTITIONS, sizeof *joining.shares);
+    joining.blocks = PyMem_Calloc(joining.count, sizeof *joining.blocks);
+    PyObject *made = NULL;
+    if (joining.shares == NULL || joining.blocks == NULL) {
+        PyErr_NoMemory();
+    }
+    else {
+        int fit = 1;
+        for (Py_ssize_t at = 0; fit && at < joining.count; at++) {
+            PyObject *block = PyList_GET_ITEM(args[0], at);
+            fit = PyTuple_CheckExact(block) && PyTuple_GET_SIZE(block) == 7
+                  && columns_fit(((PyTupleObject *)block)->ob_item, &joining.blocks[at]);
+        }
+        joining.values = joining.blocks[0].value_offsets != NULL;
+        made = fit ? joined_columns(&joining) : Py_NewRef(Py_None);
+    }
+    PyMem_Free(joining.shares);
+    PyMem_Free(joining.blocks);
+    return made;
+}
+
 static PyMethodDef methods[] = {
+    {"columns", (PyCFunction)(void (*)(void))columns, METH_FASTCALL, columns_doc},
     {"items", (PyCFunction)(void (*)(void))items, METH_FASTCALL, items_doc},
+    {"joined", (PyCFunction)(void (*)(void))joined, METH_FASTCALL, joined_doc},
+    {"pairs", pairs, METH_O, pairs_doc},
     {"rows", (PyCFunction)(void (*)(void))rows, METH_FASTCALL, rows_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -329,7 +874,7 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "upr_protocol._rows",
-    .m_doc = "Rows of a block as Python objects.",
+    .m_doc = "Rows of a block as Python objects, and its columns made from such.",
     .m_methods = methods,
     .m_slots = slots,
 };
@@ -337,5 +882,6 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__rows(void)
 {
+    fill_crc_steps();
     return PyModuleDef_Init(&definition);
 }

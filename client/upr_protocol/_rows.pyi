@@ -1,7 +1,18 @@
-"""Types of the compiled module, which need not be there: see ``upr_client.changes.events.block_changes``."""
+"""Types of the compiled module, which need not be there: see ``upr_protocol.block.COMPILED``."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
+Columns = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
+
+def columns(
+    keys: Sequence[bytes],
+    values: Sequence[bytes | None],
+    first: int,
+    last: int,
+    partitions: bytes | None,
+    /,
+) -> Columns | None: ...
 def items(
     runs: bytes,
     seqnos: bytes,
@@ -12,6 +23,10 @@ def items(
     values: bytes,
     /,
 ) -> list[tuple[bytes, bytes | None]] | None: ...
+def joined(blocks: list[Columns], dated: bool, /) -> Columns | None: ...
+def pairs(
+    rows: list[tuple[bytes, bytes | None]], /
+) -> tuple[list[bytes], list[bytes | None], bytes] | None: ...
 
 T = TypeVar("T", bound=tuple[object, ...])
 

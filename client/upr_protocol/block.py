@@ -7,17 +7,18 @@ Deduplication" of the specification).
 
 The columns travel untouched from the writer to the reader, so the CRC over them is made once, with the
 columns, and checked where they are used. What is received is checked whole before anything of it is
-used: a lying block changes nothing. RowColumns are not touched one by one where that can be avoided.
+used: a lying block changes nothing. Rows are not touched one by one where that can be avoided.
 
 A block may have further columns, of a meaning that is not known here: their cells go with their rows wherever these go.
 """
 
+import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise, repeat
-from operator import is_, itemgetter
-from typing import Final, NamedTuple, cast
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import Any, Final, NamedTuple, cast
 
 import google_crc32c
 import numpy as np
@@ -54,10 +55,27 @@ RUN: Final = np.dtype(
 OP_SET: Final = 0
 OP_DELETE: Final = 1
 
+
+def _compiled() -> Any:
+    """Return the compiled module; None where it is not installed, or switched off."""
+    if os.environ.get("UPR_PURE_PYTHON"):
+        return None
+    try:
+        from upr_protocol import _rows
+    except ImportError:
+        return None
+    # One of another version, left by a build that is not this one's.
+    return _rows if hasattr(_rows, "joined") else None
+
+
+COMPILED: Final = _compiled()
+"""What does the same as functions in Python, which are its reference, in less time. What is out of the ordinary it leaves to them."""
+
 Runs = npt.NDArray[np.void]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
+Values = Sequence[bytes | None]
 
 
 class FurtherColumn(NamedTuple):
@@ -506,6 +524,10 @@ def join_blocks(blocks: Sequence[Block], *, dated: bool = False) -> Block:
     """
     if len(blocks) == 1:
         return blocks[0]
+    if COMPILED is not None and not any([block.further for block in blocks]):
+        made = COMPILED.joined([(b.runs.tobytes(), *b.columns[:-1]) for b in blocks], dated)
+        if made is not None:
+            return _compiled_block(made)
     # Joined as bytes: numpy is slow to concatenate records.
     runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
     order = np.argsort(runs["partition"], kind="stable")
@@ -638,30 +660,29 @@ def check_row(key: bytes, value: bytes | None) -> None:
 
 
 @dataclass(slots=True)
-class RowColumns:
-    """Checked rows as columns; made by ``check_rows``.
+class CheckedRows:
+    """Rows that ``check_row`` passes.
 
     Attributes:
-        keys, values: the rows; the value of a delete is empty.
-        key_lengths, value_lengths: int64, one a row.
-        deletes: bool, one a row; None when there is no delete.
+        keys, values: the rows; None deletes.
+        sizes: what each takes in the columns of a block, bytes.
     """
 
     keys: Sequence[bytes]
-    values: Sequence[bytes]
-    key_lengths: I64
-    value_lengths: I64
-    deletes: npt.NDArray[np.bool_] | None
-
-    @property
-    def column_bytes(self) -> int:
-        """Return what they take in the columns of a block, bytes."""
-        lengths = int(self.key_lengths.sum()) + int(self.value_lengths.sum())
-        return lengths + ROW_BYTES * len(self.keys)
+    values: Values
+    sizes: I64
 
 
-def check_rows(keys: Sequence[bytes], values: Sequence[bytes | None]) -> RowColumns:
-    """Return rows as columns.
+def check_pairs(pairs: list[tuple[bytes, bytes | None]]) -> CheckedRows:
+    """Return rows, each a key and a value; as ``check_rows``."""
+    if COMPILED is not None and (made := COMPILED.pairs(pairs)) is not None:
+        keys, values, sizes = made
+        return CheckedRows(keys, values, np.frombuffer(sizes, np.int64))
+    return check_rows([key for key, _ in pairs], [value for _, value in pairs])
+
+
+def check_rows(keys: Sequence[bytes], values: Values) -> CheckedRows:
+    """Return rows.
 
     Raises:
         InvalidArgumentError: a key or value is not bytes, or out of its range.
@@ -670,44 +691,29 @@ def check_rows(keys: Sequence[bytes], values: Sequence[bytes | None]) -> RowColu
         raise InvalidArgumentError(
             f"values are {len(values)}; must be as many as the {len(keys)} keys"
         )
-    rows = None
-    if set(map(type, keys)) <= {bytes} and set(map(type, values)) <= {bytes, type(None)}:
-        rows = _columns_of(keys, values)
-    if rows is None:
+    plain = set(map(type, keys)) <= {bytes} and set(map(type, values)) <= {bytes, type(None)}
+    if plain and keys:
+        plain = (
+            min(map(len, keys)) >= KEY_BYTES_MIN
+            and max(map(len, keys)) <= KEY_BYTES_MAX
+            and max(map(len, filter(None, values)), default=0) <= VALUE_BYTES_MAX
+        )
+    if not plain:
         for key, value in zip(keys, values, strict=True):
             check_row(key, value)
-        # Subclasses of bytes, then.
-        rows = _columns_of(keys, values)
-        assert rows is not None
-    return rows
+    return CheckedRows(keys, values, _lengths(keys) + _lengths(_without_none(values)) + ROW_BYTES)
 
 
-def _columns_of(keys: Sequence[bytes], values: Sequence[bytes | None]) -> RowColumns | None:
-    """Return the rows, None when a key or value is out of its range."""
-    count = len(keys)
-    deletes = None
-    if None in values:
-        deletes = np.fromiter(map(is_, values, repeat(None)), np.bool_, count)
-        values = list(values)
-        for row in np.flatnonzero(deletes).tolist():
-            values[row] = b""
-    sets = cast("Sequence[bytes]", values)
-    key_lengths = np.fromiter(map(len, keys), np.int64, count)
-    value_lengths = np.fromiter(map(len, sets), np.int64, count)
-    if count and (
-        key_lengths.min() < KEY_BYTES_MIN
-        or key_lengths.max() > KEY_BYTES_MAX
-        or value_lengths.max() > VALUE_BYTES_MAX
-    ):
-        return None
-    return RowColumns(keys, sets, key_lengths, value_lengths, deletes)
+def _lengths(cells: Sequence[bytes]) -> I64:
+    return np.fromiter(map(len, cells), np.int64, len(cells))
 
 
-def build_block(
-    keys: Sequence[bytes],
-    values: Sequence[bytes | None],
-    partitions: npt.NDArray[np.uint32] | None = None,
-) -> Block:
+def _without_none(values: Values) -> Sequence[bytes]:
+    """Return the values, that of a delete empty."""
+    return [value or b"" for value in values] if None in values else cast("Sequence[bytes]", values)
+
+
+def build_block(keys: Sequence[bytes], values: Values, partitions: U32 | None = None) -> Block:
     """Build one unnumbered block for a Write: rows sorted by partition, their order kept within it.
 
     Args:
@@ -720,41 +726,33 @@ def build_block(
     """
     if not keys:
         raise InvalidArgumentError("rows of a write are 0; must be at least 1")
+    if (block := _packed(keys, values, 0, len(keys), partitions)) is not None:
+        return block
     if len(keys) == len(values) <= FEW_ROWS:
         return _block_of_few(keys, values, None if partitions is None else partitions.tolist())
-    return block_of_rows(check_rows(keys, values), partitions)
+    check_rows(keys, values)
+    return _sorted_block(keys, values, partitions)
 
 
-def join_rows(parts: Sequence[RowColumns]) -> RowColumns:
-    """Return the rows of all parts, in order."""
-    if len(parts) == 1:
-        return parts[0]
-    deletes = None
-    if any(part.deletes is not None for part in parts):
-        none = (np.zeros(len(part.keys), np.bool_) for part in parts)
-        deletes = np.concatenate(
-            [
-                no if part.deletes is None else part.deletes
-                for part, no in zip(parts, none, strict=True)
-            ]
-        )
-    return RowColumns(
-        list(chain.from_iterable(part.keys for part in parts)),
-        list(chain.from_iterable(part.values for part in parts)),
-        np.concatenate([part.key_lengths for part in parts]),
-        np.concatenate([part.value_lengths for part in parts]),
-        deletes,
-    )
+def _packed(
+    keys: Sequence[bytes], values: Values, first: int, last: int, partitions: U32 | None = None
+) -> Block | None:
+    """Return the block of some rows; None where it is not for the compiled function."""
+    if COMPILED is None:
+        return None
+    chosen = None if partitions is None else partitions.astype("<u2").tobytes()
+    made = COMPILED.columns(keys, values, first, last, chosen)
+    return None if made is None else _compiled_block(made)
 
 
-def block_of_rows(rows: RowColumns, partitions: npt.NDArray[np.uint32] | None = None) -> Block:
-    """Return what ``build_block`` does, of 1 to BLOCK_ROWS_MAX checked rows."""
-    return _sorted_block(rows, 0, len(rows.keys), partitions)
+def _compiled_block(made: Any) -> Block:
+    """Return the block of what a compiled function made: the table, and all columns but the seqnos."""
+    runs, ops, key_offsets, keys, value_offsets, values, times = made
+    columns = b"", ops, key_offsets, keys, value_offsets, values, times
+    return Block(np.frombuffer(runs, RUN), *columns, crc_of_columns(columns))
 
 
-def _block_of_few(
-    keys: Sequence[bytes], values: Sequence[bytes | None], chosen: Sequence[int] | None
-) -> Block:
+def _block_of_few(keys: Sequence[bytes], values: Values, chosen: Sequence[int] | None) -> Block:
     """As ``build_block``, without arrays."""
     for key, value in zip(keys, values, strict=True):
         check_row(key, value)
@@ -774,7 +772,7 @@ def _block_of_few(
 
 
 def build_blocks(
-    keys: Sequence[bytes], values: Sequence[bytes | None], column_bytes: int = BLOCK_COLUMN_BYTES
+    keys: Sequence[bytes], values: Values, column_bytes: int = BLOCK_COLUMN_BYTES
 ) -> Iterator[Block]:
     """Build blocks as ``blocks_of_rows``; all rows are checked before the first.
 
@@ -784,44 +782,43 @@ def build_blocks(
     yield from blocks_of_rows(check_rows(keys, values), column_bytes)
 
 
-def blocks_of_rows(rows: RowColumns, column_bytes: int = BLOCK_COLUMN_BYTES) -> Iterator[Block]:
+def blocks_of_rows(rows: CheckedRows, column_bytes: int = BLOCK_COLUMN_BYTES) -> Iterator[Block]:
     """Build blocks of rows, in order, whose columns stay within ``column_bytes``, or that have one row.
 
     Each is built when the one before was taken.
     """
-    sizes = rows.key_lengths + rows.value_lengths + ROW_BYTES
-    for first, last in row_slices(sizes, column_bytes, BLOCK_ROWS_MAX):
-        yield _sorted_block(rows, first, last)
+    for first, last in row_slices(rows.sizes, column_bytes, BLOCK_ROWS_MAX):
+        yield block_of_rows(rows, first, last)
 
 
-def _sorted_block(
-    rows: RowColumns, first: int, last: int, chosen: npt.NDArray[np.uint32] | None = None
-) -> Block:
-    count = last - first
-    part = slice(first, last)
-    keys, values = rows.keys, rows.values
-    if count < len(keys):
-        keys, values = keys[part], values[part]
+def block_of_rows(rows: CheckedRows, first: int, last: int) -> Block:
+    """Return what ``build_block`` does, of 1 to BLOCK_ROWS_MAX of the rows."""
+    block = _packed(rows.keys, rows.values, first, last)
+    return block or _sorted_block(rows.keys[first:last], rows.values[first:last], None)
+
+
+def _sorted_block(keys: Sequence[bytes], values: Values, chosen: U32 | None) -> Block:
     # Sorting 16 bits is a radix sort.
     partitions = (partitions_of(keys) if chosen is None else chosen).astype(np.uint16)
     order = np.argsort(partitions, kind="stable")
-    if count > 1:
+    if len(keys) > 1:
         pick = itemgetter(*order.tolist())
         keys, values = pick(keys), pick(values)
     counts = np.bincount(partitions)
     touched = counts.nonzero()[0]
     ops = b""
-    if rows.deletes is not None and rows.deletes[part].any():
-        ops = np.where(rows.deletes[part][order], OP_DELETE, OP_SET).astype(np.uint8).tobytes()
+    if None in values:
+        ops = bytes([OP_DELETE if value is None else OP_SET for value in values])
+    sets = _without_none(values)
     return sealed(
         Block(
             make_runs(touched, counts[touched]),
             b"",
             ops,
-            offset_column(rows.key_lengths[part][order]),
+            offset_column(_lengths(keys)),
             b"".join(keys),
-            offset_column(rows.value_lengths[part][order]),
-            b"".join(values),
+            offset_column(_lengths(sets)),
+            b"".join(sets),
             b"",
             0,
         )

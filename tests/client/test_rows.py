@@ -1,4 +1,4 @@
-"""Rows made by the compiled module are those that Python makes, whatever the columns hold."""
+"""Rows and columns made by the compiled module are those that Python makes, whatever they are made of."""
 
 import gc
 import importlib.util
@@ -24,7 +24,18 @@ from upr_client.changes.events import (
     changes_in_python,
     items_in_python,
 )
-from upr_protocol.block import RUN, Block, build_block
+from upr_protocol import block as block_module
+from upr_protocol.block import (
+    RUN,
+    Block,
+    CheckedRows,
+    blocks_of_rows,
+    build_block,
+    check_pairs,
+    join_blocks,
+    make_runs,
+)
+from upr_protocol.limits import PARTITIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = st.lists(
@@ -33,7 +44,7 @@ ROWS = st.lists(
     max_size=30,
 )
 COLUMNS = ("seqnos", "ops", "key_offsets", "keys", "value_offsets", "values")
-Read = Callable[[Block], object]
+Outcome = Callable[[], object]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +63,15 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def fast(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_rows", module)
+    for user in (events, block_module):
+        monkeypatch.setattr(user, "COMPILED", module)
+
+
+def reference(read: Outcome) -> Any:
+    """Return the outcome without the compiled module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_module, "COMPILED", None)
+        return outcome(read)
 
 
 @st.composite
@@ -74,11 +93,11 @@ def numbered(draw: st.DrawFn) -> Block:
     return block
 
 
-def outcome(read: Read, block: Block) -> object:
+def outcome(read: Outcome) -> object:
     try:
-        return read(block)
+        return read()
     except Exception as error:
-        return type(error)
+        return type(error), str(error)
 
 
 # The fixture changes nothing between two examples.
@@ -124,8 +143,148 @@ def test_columns_that_do_not_fit_give_what_the_reference_gives(
         column += data.draw(st.binary(min_size=1, max_size=9))
     changed: Any = np.frombuffer(column, RUN) if name == "runs" else bytes(column)
     block = replace(block, **{name: changed})
-    assert outcome(block_changes, block) == outcome(changes_in_python, block)
-    assert outcome(block_items, block) == outcome(items_in_python, block)
+    assert outcome(lambda: block_changes(block)) == outcome(lambda: changes_in_python(block))
+    assert outcome(lambda: block_items(block)) == outcome(lambda: items_in_python(block))
+
+
+class Text(bytes):
+    """What is bytes, and not only that."""
+
+
+LARGE = bytes(20 * 2**20)
+KEYS = st.binary(min_size=1, max_size=40) | st.sampled_from([b"k", b"longer", bytes(4096)])
+VALUES = st.none() | st.binary(max_size=40) | st.just(b"")
+ODD_KEYS: Any = st.sampled_from([b"", bytes(4097), None, "key", bytearray(b"k"), Text(b"k")])
+ODD_VALUES: Any = st.sampled_from([LARGE, LARGE + b"1", "value", 7, bytearray(b"v"), Text(b"v")])
+ODD_ROWS: Any = st.sampled_from([(b"k",), (b"k", b"v", b"w"), [b"k", b"v"], None, 7])
+
+
+@st.composite
+def written(draw: st.DrawFn) -> list[Any]:
+    """Rows to be written, one of which may be out of the ordinary."""
+    rows: list[Any] = draw(st.lists(st.tuples(KEYS, VALUES), max_size=40))
+    odd = draw(st.none() | st.tuples(ODD_KEYS, VALUES) | st.tuples(KEYS, ODD_VALUES) | ODD_ROWS)
+    if odd is not None:
+        rows.insert(draw(st.integers(0, len(rows))), odd)
+    return rows
+
+
+def checked(rows: list[Any]) -> object:
+    found = check_pairs(list(rows))
+    assert len(found.keys) == len(found.values) == len(found.sizes) == len(rows)
+    return list(found.keys), list(found.values), found.sizes.tolist()
+
+
+def blocks(rows: CheckedRows, size: int) -> object:
+    return [(block.runs.tobytes(), *block.columns) for block in blocks_of_rows(rows, size)]
+
+
+@unchanged
+@given(rows=written(), size=st.integers(1, 500))
+def test_what_is_written_is_checked_and_cut_as_the_reference_does(
+    module: Any, fast: None, rows: list[Any], size: int
+) -> None:
+    wanted = reference(lambda: checked(rows))
+    assert outcome(lambda: checked(rows)) == wanted
+    if isinstance(wanted, tuple) and len(wanted) == 3:
+        found = check_pairs(list(rows))
+        assert outcome(lambda: blocks(found, size)) == reference(lambda: blocks(found, size))
+        plain = all(type(row) is tuple and type(row[0]) is bytes for row in rows)
+        plain = plain and all(type(row[1]) in (bytes, type(None)) for row in rows)
+        assert (module.pairs(list(rows)) is not None) == plain
+
+
+@unchanged
+@given(rows=written(), data=st.data())
+def test_a_block_is_that_of_the_reference(fast: None, rows: list[Any], data: Any) -> None:
+    rows = [row for row in rows if isinstance(row, tuple) and len(row) == 2]
+    kind = data.draw(st.sampled_from((list, tuple)))
+    keys, values = (kind(row[at] for row in rows) for at in (0, 1))
+    partitions = None
+    if data.draw(st.booleans()):
+        chosen = st.lists(st.integers(0, PARTITIONS), min_size=len(rows), max_size=len(rows))
+        partitions = np.array(data.draw(chosen), np.uint32)
+
+    def build() -> object:
+        block = build_block(keys, values, partitions)
+        return block.runs.tobytes(), block.columns, block.columns_crc
+
+    assert outcome(build) == reference(build)
+
+
+@st.composite
+def to_join(draw: st.DrawFn) -> list[Block]:
+    """Blocks that may become one, one of which may be damaged."""
+    found = []
+    with_values, starts = draw(st.booleans()), draw(st.integers(0, 2**48 - 100))
+    for _ in range(draw(st.integers(2, 5))):
+        rows = draw(ROWS)
+        partitions = draw(st.lists(st.integers(0, 5), min_size=len(rows), max_size=len(rows)))
+        keys, values = [key for key, _ in rows], [value for _, value in rows]
+        block = build_block(keys, values, np.array(partitions, np.uint32))
+        runs = make_runs(block.runs["partition"], block.runs["count"], starts, starts + 9)
+        for name in ("end_seqno", "horizon", "time"):
+            runs[name] += draw(st.integers(0, 99))
+        block = replace(block, runs=runs)
+        found.append(block if with_values else replace(block, value_offsets=b"", values=b""))
+    return found
+
+
+def joined(found: list[Block], dated: bool) -> Any:
+    block = join_blocks(found, dated=dated)
+    return block.runs.tobytes(), block.columns, block.columns_crc
+
+
+@unchanged
+@given(found=to_join(), dated=st.booleans())
+def test_blocks_are_joined_as_by_the_reference(
+    module: Any, fast: None, found: list[Block], dated: bool
+) -> None:
+    wanted = reference(lambda: joined(found, dated))
+    assert outcome(lambda: joined(found, dated)) == wanted
+    told = [(block.runs.tobytes(), *(getattr(block, name) for name in COLUMNS)) for block in found]
+    assert module.joined(told, dated) is not None
+
+
+@unchanged
+@given(found=to_join(), data=st.data())
+def test_what_is_joined_of_damaged_columns_is_what_the_reference_makes(
+    module: Any, found: list[Block], data: Any
+) -> None:
+    told = [[block.runs.tobytes(), *(getattr(block, name) for name in COLUMNS)] for block in found]
+    for _ in range(data.draw(st.integers(1, 3))):
+        block, at = data.draw(st.sampled_from(told)), data.draw(st.integers(0, 6))
+        column = bytearray(block[at])
+        kind = data.draw(st.sampled_from(("shorter", "longer", "changed")))
+        if kind == "changed" and column:
+            column[data.draw(st.integers(0, len(column) - 1))] ^= data.draw(st.integers(1, 255))
+        elif kind == "shorter":
+            del column[data.draw(st.integers(0, len(column))) :]
+        else:
+            column += data.draw(st.binary(min_size=1, max_size=9))
+        block[at] = bytes(column)
+    made = module.joined([tuple(block) for block in told], False)
+    if made is not None:
+        blocks = [
+            replace(
+                found[0], runs=np.frombuffer(runs, RUN), **dict(zip(COLUMNS, rest, strict=True))
+            )
+            for runs, *rest in told
+        ]
+        runs, columns, _ = reference(lambda: joined(blocks, False))
+        assert made == (runs, *columns[1:])
+
+
+def test_rows_that_were_packed_or_refused_are_held_no_longer(module: Any) -> None:
+    keys, values = [b"key-%d" % i for i in range(300)], [b"value-%d" % i for i in range(300)]
+    counts = [sys.getrefcount(one) for one in (keys[0], values[0])]
+    for last in (None, 7):
+        told: list[Any] = [*values[:-1], last]
+        rows = list(zip(keys, told, strict=True))
+        made = module.pairs(rows), module.columns(keys, told, 0, len(keys), None)
+        assert [one is None for one in made] == [last == 7] * 2
+        del rows, told, made
+    assert [sys.getrefcount(one) for one in (keys[0], values[0])] == counts
 
 
 def test_rows_are_not_the_collector_s_business_and_are_freed(fast: None) -> None:
@@ -153,10 +312,21 @@ def test_what_is_no_kind_of_tuple_or_no_column_is_refused(module: Any) -> None:
         module.items(*columns[1:])
     assert module.rows(Change, names, *columns[1:], memoryview(b"")) is None
     assert module.items(*columns[1:], memoryview(b"")) is None
+    for arguments in ((), ([], []), ((), True), ([], 1)):
+        with pytest.raises(TypeError):
+            module.joined(*arguments)
+    assert module.joined([], True) is module.joined([tuple(columns[1:])], True) is None
+    for arguments in ((), (*[[b"k"]] * 2, 0, 1), (*[[b"k"]] * 2, "0", 1, None)):
+        with pytest.raises(TypeError):
+            module.columns(*arguments)
+    for first, last in ((-1, 1), (0, 0), (0, 2), (1, 1)):
+        assert module.columns([b"k"], [b"v"], first, last, None) is None
+    assert module.columns([b"k"], [], 0, 1, None) is None
+    assert module.pairs(((b"k", b"v"),)) is module.pairs([[b"k", b"v"]]) is None
 
 
 def test_it_can_be_switched_off() -> None:
-    code = "from upr_client.changes import events; print(events._rows)"
+    code = "from upr_protocol import block; print(block.COMPILED)"
     environment = {**os.environ, "UPR_PURE_PYTHON": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert done.stdout == b"None\n"

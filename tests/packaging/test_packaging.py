@@ -244,7 +244,7 @@ def test_a_wheel_with_a_compiler_has_the_compiled_module(tmp_path: Path) -> None
         module = "upr_protocol/_rows" + sysconfig.get_config_var("EXT_SUFFIX")
         assert module in made.namelist()
         made.extractall(tmp_path / "installed")
-    code = "from upr_client.changes import events; print(events._rows.__name__)"
+    code = "from upr_protocol import block; print(block.COMPILED.__name__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from upr_client._async.block_writer import AsyncBlockWriter, Write
 from upr_client._async.call import BucketHandle, Connection
 from upr_client._async.changes import AsyncChanges
@@ -29,14 +31,16 @@ from upr_client.writes import (
     DURABILITIES,
     LINGER_SECONDS,
     OUTSTANDING_BYTES,
+    Applied,
     AtLeast,
     OnResults,
     WriteResult,
     WriteResults,
     WriterOptions,
+    applied_of,
     token_of,
 )
-from upr_protocol.block import Block, blocks_of_rows, check_row, check_rows
+from upr_protocol.block import Block, block_of_rows, blocks_of_rows, check_pairs, check_row
 from upr_protocol.errors import ProtocolError, UprError
 from upr_protocol.limits import (
     AT_LEAST_SECONDS_MAX,
@@ -139,13 +143,14 @@ class AsyncBucket:
             UprError: as in ``set``, the first one; before anything is sent when a row is out of its range.
         """
         level = choice(DURABILITIES, durability, "durability")
-        pairs = list(rows)
-        columns = check_rows([key for key, _ in pairs], [value for _, value in pairs])
-        if 0 < columns.column_bytes <= JOINED_BYTES_MAX:
-            runs = await self._writer().write_rows(columns, level)
+        checked = check_pairs(list(rows))
+        count = len(checked.keys)
+        if 0 < int(checked.sizes.sum()) <= JOINED_BYTES_MAX:
+            block = block_of_rows(checked, 0, count)
+            runs = await self._writer().write_rows(block, level)
         else:
-            runs = await self._write_all(self._writer(), blocks_of_rows(columns), level)
-        return WriteResults(len(pairs), runs, self.version)
+            runs = await self._write_all(self._writer(), blocks_of_rows(checked), level)
+        return WriteResults(count, runs, self.version)
 
     async def _hello(
         self, partitions: Mapping[int, int | None], with_log: bool
@@ -192,7 +197,7 @@ class AsyncBucket:
         writer: AsyncBlockWriter,
         blocks: Iterable[Block],
         level: types_pb2.Durability.ValueType,
-    ) -> list[tuple[int, int, int, int]]:
+    ) -> Applied:
         writes: list[Write] = []
         for block in blocks:
             writes.append(await writer.submit(block, level))
@@ -200,16 +205,16 @@ class AsyncBucket:
             await give_way()
             if any(write.error is not None for write in writes[-128:]):
                 break
-        runs: list[tuple[int, int, int, int]] = []
+        runs = [applied_of([])]
         failure: Exception | None = None
         for write in writes:
             try:
-                runs += await write.result()
+                runs.append(await write.result())
             except Exception as error:
                 failure = failure or error
         if failure is not None:
             raise failure
-        return runs
+        return np.concatenate(runs, axis=1)
 
     def writer(
         self,

@@ -14,20 +14,20 @@ from upr_client._sync.call import BucketHandle, Call, Stubs
 from upr_client._sync.io import Background, Event, NextTurn, Once, Semaphore, mutex, now
 from upr_client.endpoints import is_elsewhere, moves_on
 from upr_client.writes import (
+    Applied,
     Bundle,
     Gathering,
     Group,
     Kind,
     Row,
-    Run,
     WriteResult,
     part_of,
     partly_refused,
     partly_written,
-    result_runs,
+    result_columns,
     write_request,
 )
-from upr_protocol.block import Block, RowColumns
+from upr_protocol.block import Block
 from upr_protocol.errors import (
     BucketGoneError,
     ClosedError,
@@ -57,6 +57,7 @@ class Write:
         refused: the retriable refusal after which it, or the rest of it, is sent again.
         failed: why partitions refused their part for good.
         problems: of each partition that refused its part, why it did so last.
+        results: the answers that tell of partitions which applied their part.
     """
 
     request: kv_pb2.WriteRequest
@@ -67,16 +68,21 @@ class Write:
     refused: UprError | None = None
     failed: UprError | None = None
     problems: dict[int, types_pb2.Problem] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
+    results: list[kv_pb2.WriteResult] = field(default_factory=list)
     error: UprError | None = None
     done: Event = field(default_factory=Event)
 
-    def result(self) -> list[Run]:
+    @property
+    def applied(self) -> Applied:
+        """Return the runs that were applied so far."""
+        return result_columns(self.results)
+
+    def result(self) -> Applied:
         """Wait for the outcome: the runs that were applied, or the error is raised."""
         self.done.wait()
         if self.error is not None:
             raise self.error
-        return self.runs
+        return self.applied
 
 
 class BlockWriter:
@@ -176,8 +182,8 @@ class BlockWriter:
         done.wait()
         return _given(row.outcome)
 
-    def write_rows(self, rows: RowColumns, durability: types_pb2.Durability.ValueType) -> list[Run]:
-        """Write at most BLOCK_COLUMN_BYTES of rows, together with what others write at the same time.
+    def write_rows(self, rows: Block, durability: types_pb2.Durability.ValueType) -> Applied:
+        """Write a block of at most BLOCK_COLUMN_BYTES, together with what others write at the same time.
 
         As ``write_row``, but that it waits as ``submit`` does.
 
@@ -245,12 +251,12 @@ class BlockWriter:
     def _tell(
         self,
         group: Group,
-        runs: list[Run],
+        results: list[kv_pb2.WriteResult],
         refused: dict[int, types_pb2.Problem],
         error: UprError | None,
     ) -> None:
         """Tell the callers of a group their outcome, and give their room back."""
-        group.tell(runs, refused, error, self._version)
+        group.tell(results, refused, error, self._version)
         room = self._room if group.kind.bundles else self._row_room
         for _ in group.callers:
             room.give_back()
@@ -493,12 +499,15 @@ class BlockWriter:
             for earlier, other in list(self._pending.items()):
                 if earlier < order and other.refused is not None:
                     self._finish(earlier, other.refused)
-        write.runs += result_runs(result)
+        if result.runs:
+            write.results.append(result)
         again = [one for one in result.refused_partitions if one.problem.retriable]
         failed = [one for one in result.refused_partitions if not one.problem.retriable]
         write.problems |= {one.partition: one.problem for one in result.refused_partitions}
         if failed:
-            write.failed = write.failed or partly_refused(failed, applied=bool(write.runs or again))
+            write.failed = write.failed or partly_refused(
+                failed, applied=bool(write.results or again)
+            )
         if again:
             write.request = part_of(write.request, {one.partition for one in again})
             write.refused = error_of(again[0].problem)
@@ -549,7 +558,7 @@ class BlockWriter:
         # Any other reason would refuse each part as well, one lost call after the other.
         if not isinstance(error, InvalidArgumentError):
             return False
-        if write.unknown or write.runs or write.problems or count == 1:
+        if write.unknown or write.results or write.problems or count == 1:
             return False
         first, second = write.group.halves()
         parts = []
@@ -579,7 +588,7 @@ class BlockWriter:
         refused = {
             p: why for p, why in write.problems.items() if not (write.unknown and why.retriable)
         }
-        self._tell(write.group, write.runs, refused, error)
+        self._tell(write.group, write.results, refused, error)
 
     def _fail_all(self, error: UprError) -> None:
         self._dead = error if self._places else None
@@ -599,7 +608,7 @@ class BlockWriter:
         if write.failed is not None:
             return write.failed
         if write.refused is not None:
-            if not write.runs:
+            if not write.results:
                 return write.refused
             return partly_written(write.refused)
         return _not_sent(error)

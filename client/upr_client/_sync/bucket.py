@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from upr_client._sync.block_writer import BlockWriter, Write
 from upr_client._sync.call import BucketHandle, Connection
 from upr_client._sync.changes import Changes
@@ -30,14 +32,16 @@ from upr_client.writes import (
     DURABILITIES,
     LINGER_SECONDS,
     OUTSTANDING_BYTES,
+    Applied,
     AtLeast,
     OnResults,
     WriteResult,
     WriteResults,
     WriterOptions,
+    applied_of,
     token_of,
 )
-from upr_protocol.block import Block, blocks_of_rows, check_row, check_rows
+from upr_protocol.block import Block, block_of_rows, blocks_of_rows, check_pairs, check_row
 from upr_protocol.errors import ProtocolError, UprError
 from upr_protocol.limits import (
     AT_LEAST_SECONDS_MAX,
@@ -140,13 +144,14 @@ class Bucket:
             UprError: as in ``set``, the first one; before anything is sent when a row is out of its range.
         """
         level = choice(DURABILITIES, durability, "durability")
-        pairs = list(rows)
-        columns = check_rows([key for key, _ in pairs], [value for _, value in pairs])
-        if 0 < columns.column_bytes <= JOINED_BYTES_MAX:
-            runs = self._writer().write_rows(columns, level)
+        checked = check_pairs(list(rows))
+        count = len(checked.keys)
+        if 0 < int(checked.sizes.sum()) <= JOINED_BYTES_MAX:
+            block = block_of_rows(checked, 0, count)
+            runs = self._writer().write_rows(block, level)
         else:
-            runs = self._write_all(self._writer(), blocks_of_rows(columns), level)
-        return WriteResults(len(pairs), runs, self.version)
+            runs = self._write_all(self._writer(), blocks_of_rows(checked), level)
+        return WriteResults(count, runs, self.version)
 
     def _hello(
         self, partitions: Mapping[int, int | None], with_log: bool
@@ -193,7 +198,7 @@ class Bucket:
         writer: BlockWriter,
         blocks: Iterable[Block],
         level: types_pb2.Durability.ValueType,
-    ) -> list[tuple[int, int, int, int]]:
+    ) -> Applied:
         writes: list[Write] = []
         for block in blocks:
             writes.append(writer.submit(block, level))
@@ -201,16 +206,16 @@ class Bucket:
             give_way()
             if any(write.error is not None for write in writes[-128:]):
                 break
-        runs: list[tuple[int, int, int, int]] = []
+        runs = [applied_of([])]
         failure: Exception | None = None
         for write in writes:
             try:
-                runs += write.result()
+                runs.append(write.result())
             except Exception as error:
                 failure = failure or error
         if failure is not None:
             raise failure
-        return runs
+        return np.concatenate(runs, axis=1)
 
     def writer(
         self,

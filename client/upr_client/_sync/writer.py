@@ -334,15 +334,11 @@ class Writer:
                     if not write.done.is_set():
                         return moved
                     error = write.error
-                runs = [] if write is None else write.runs
             moved = True
-            if error is None and self._options.on_results is not None:
+            if write is not None and error is None and self._options.on_results is not None:
+                results = WriteResults(len(batch.keys), write.applied, self._bucket.version)
                 try:
-                    maybe_await(
-                        self._options.on_results(
-                            batch.rows(), WriteResults(len(batch.keys), runs, self._bucket.version)
-                        )
-                    )
+                    maybe_await(self._options.on_results(batch.rows(), results))
                 except Exception as failure:
                     with self._mutex:
                         self._failures.raised(failure)
@@ -351,7 +347,8 @@ class Writer:
                     return moved
                 self._under_way.popleft()
                 if error is not None:
-                    self._failures.add(batch, error, (run[0] for run in runs))
+                    applied = [] if write is None else write.applied[0].tolist()
+                    self._failures.add(batch, error, applied)
                 self._refusing = self._stopped or bool(self._failures)
                 self._outstanding -= batch.bytes
                 self._finished = batch.number

@@ -1,7 +1,6 @@
 """Events: changes, markers and rollbacks as the application gets them, a delivered batch, and how much of it was consumed."""
 
 import gc
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upr_protocol.block import (
+    COMPILED,
     RUN,
     U64,
     Block,
@@ -85,21 +85,6 @@ class Rollback(NamedTuple):
     keys_complete: bool = False
 
 
-def _compiled() -> Any:
-    """Return the compiled module that makes rows; None where it is not installed, or switched off."""
-    if os.environ.get("UPR_PURE_PYTHON"):
-        return None
-    try:
-        from upr_protocol import _rows
-    except ImportError:
-        return None
-    # One of another version, left by a build that is not this one's.
-    return _rows if hasattr(_rows, "items") else None
-
-
-_rows: Final = _compiled()
-
-
 def _columns(block: Block) -> tuple[bytes, ...]:
     offsets = (block.key_offsets, block.keys, block.value_offsets, block.values)
     return block.runs.tobytes(), block.seqnos, block.ops, *offsets
@@ -110,8 +95,8 @@ def block_changes(block: Block) -> list[Change]:
 
     The compiled function makes them where it is there and the columns fit each other, else ``changes_in_python``.
     """
-    if _rows is not None:
-        changes: list[Change] | None = _rows.rows(Change, _OPS, *_columns(block))
+    if COMPILED is not None:
+        changes: list[Change] | None = COMPILED.rows(Change, _OPS, *_columns(block))
         if changes is not None:
             return changes
     return changes_in_python(block)
@@ -119,8 +104,8 @@ def block_changes(block: Block) -> list[Change]:
 
 def block_items(block: Block) -> list[tuple[bytes, bytes | None]]:
     """Return a numbered block's keys and values, in order, made as ``block_changes`` makes rows."""
-    if _rows is not None:
-        items: list[tuple[bytes, bytes | None]] | None = _rows.items(*_columns(block))
+    if COMPILED is not None:
+        items: list[tuple[bytes, bytes | None]] | None = COMPILED.items(*_columns(block))
         if items is not None:
             return items
     return items_in_python(block)

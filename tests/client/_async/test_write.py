@@ -225,7 +225,7 @@ async def test_what_was_sent_behind_a_refusal_for_good_is_sent_again() -> None:
         writes = [await writer.submit(build_block([KEY], [b"v"]), level) for _ in range(2)]
         with pytest.raises(InvalidArgumentError, match="too large"):
             await writes[0].result()
-        assert [run[2] for run in await writes[1].result()] == [1]
+        assert (await writes[1].result()).T.tolist() == [[P, 0, 1, ID_A]]
 
 
 @pytest.mark.asyncio

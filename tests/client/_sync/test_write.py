@@ -215,7 +215,7 @@ def test_what_was_sent_behind_a_refusal_for_good_is_sent_again() -> None:
         writes = [writer.submit(build_block([KEY], [b"v"]), level) for _ in range(2)]
         with pytest.raises(InvalidArgumentError, match="too large"):
             writes[0].result()
-        assert [run[2] for run in writes[1].result()] == [1]
+        assert (writes[1].result()).T.tolist() == [[P, 0, 1, ID_A]]
 
 
 def test_a_refusal_for_good_is_raised_and_later_writes_go_on() -> None:
