@@ -1,8 +1,8 @@
 /* Rows of a block as Python objects, made from its columns in one pass; columns, made from such objects or from those of
 other blocks.
 
-The functions here do what block_changes and block_items of upr_client/changes/events.py, and check_pairs, build_block and
-join_blocks of block.py, do in Python, and nothing else: those are the reference. What contradicts itself or is out of its
+The functions here do what block_changes and block_items of upr_client/changes/events.py, and pairs_bytes, blocks_of_pairs, build_block
+and join_blocks of block.py, do in Python, and nothing else: those are the reference. What contradicts itself or is out of its
 range is not for this module: then it returns None, the caller asks the reference, and so both always agree. Every offset is
 compared with the end of its column before anything is read there.
 */
@@ -23,7 +23,7 @@ compared with the end of its column before anything is read there.
 enum { RUN_BYTES = 40, COUNT_AT = 4, START_AT = 8, TIME_AT = 32 };
 enum { FIELDS = 5, OP_DELETE = 1 };
 /* As in limits.py and block.py. */
-enum { PARTITIONS = 1024, KEY_BYTES_MAX = 4096, VALUE_BYTES_MAX = 20 << 20, ROW_BYTES = 9 };
+enum { PARTITIONS = 1024, KEY_BYTES_MAX = 4096, VALUE_BYTES_MAX = 20 << 20, ROW_BYTES = 9, BLOCK_ROWS_MAX = 1 << 18 };
 
 /* Larger seqnos than a block can hold: their sums would differ from those of Python. */
 static const uint64_t START_MAX = UINT64_C(1) << 62;
@@ -54,11 +54,11 @@ number_at(const char *column, Py_ssize_t index)
 }
 
 static uint64_t
-run_start(const char *run)
+long_at(const char *place)
 {
-    uint64_t start;
-    memcpy(&start, run + START_AT, sizeof start);
-    return start;
+    uint64_t number;
+    memcpy(&number, place, sizeof number);
+    return number;
 }
 
 /* Whether offsets, one more than rows, run from 0 to at most the end of their data and never fall. */
@@ -85,7 +85,7 @@ runs_fit(const Columns *columns)
         const char *run = columns->runs + at * RUN_BYTES;
         uint32_t count;
         memcpy(&count, run + COUNT_AT, sizeof count);
-        if (run_start(run) > START_MAX) {
+        if (long_at(run + START_AT) > START_MAX) {
             return 0;
         }
         rows += count;
@@ -242,7 +242,7 @@ fill_rows(const Columns *columns, PyObject *list)
     Py_ssize_t row = 0;
     for (Py_ssize_t at = 0; at < columns->run_count; at++) {
         const char *run = columns->runs + at * RUN_BYTES;
-        uint64_t start = run_start(run);
+        uint64_t start = long_at(run + START_AT);
         uint32_t count = number_at(run + COUNT_AT, 0);
         PyObject *partition = PyLong_FromUnsignedLong(number_at(run, 0));
         if (partition == NULL) {
@@ -338,52 +338,48 @@ value_bytes(PyObject *value)
     return value == Py_None ? 0 : PyBytes_GET_SIZE(value);
 }
 
-/* Put the keys, values and sizes of pairs where there is a place for each; whether all may be written. */
+/* A row to be written; both are borrowed. */
+typedef struct {
+    PyObject *key;
+    PyObject *value;
+} Row;
+
+/* Take a pair apart; whether it may be written. */
 static int
-split(PyObject *list, PyObject *keys, PyObject *values, char *sizes)
+take_pair(PyObject *pair, Row *row)
 {
-    Py_ssize_t count = PyList_GET_SIZE(keys);
-    /* Making room may have had the collector run what changed it. */
-    if (PyList_GET_SIZE(list) != count) {
+    if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) {
         return 0;
     }
-    for (Py_ssize_t row = 0; row < count; row++) {
-        PyObject *pair = PyList_GET_ITEM(list, row);
-        if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) {
-            return 0;
-        }
-        PyObject *key = PyTuple_GET_ITEM(pair, 0), *value = PyTuple_GET_ITEM(pair, 1);
-        if (!row_fits(key, value)) {
-            return 0;
-        }
-        PyList_SET_ITEM(keys, row, Py_NewRef(key));
-        PyList_SET_ITEM(values, row, Py_NewRef(value));
-        int64_t size = ROW_BYTES + PyBytes_GET_SIZE(key) + value_bytes(value);
-        memcpy(sizes + 8 * row, &size, sizeof size);
-    }
-    return 1;
+    row->key = PyTuple_GET_ITEM(pair, 0);
+    row->value = PyTuple_GET_ITEM(pair, 1);
+    return row_fits(row->key, row->value);
 }
 
-PyDoc_STRVAR(pairs_doc, "pairs(rows)\n--\n\n"
-                        "Return keys, values and the sizes (int64) of a list of pairs, or None if one may not be written.");
+static Py_ssize_t
+row_bytes(const Row *row)
+{
+    return ROW_BYTES + PyBytes_GET_SIZE(row->key) + value_bytes(row->value);
+}
+
+PyDoc_STRVAR(size_doc, "size(rows)\n--\n\n"
+                       "Return the bytes of a list of pairs in the columns of blocks, or None if one may not be written.");
 
 static PyObject *
-pairs(PyObject *module, PyObject *list)
+size(PyObject *module, PyObject *list)
 {
     if (!PyList_CheckExact(list)) {
         Py_RETURN_NONE;
     }
-    Py_ssize_t count = PyList_GET_SIZE(list);
-    PyObject *keys = PyList_New(count), *values = PyList_New(count);
-    PyObject *sizes = PyBytes_FromStringAndSize(NULL, 8 * count);
-    PyObject *made = NULL;
-    if (keys != NULL && values != NULL && sizes != NULL) {
-        made = split(list, keys, values, PyBytes_AS_STRING(sizes)) ? PyTuple_Pack(3, keys, values, sizes) : Py_NewRef(Py_None);
+    Py_ssize_t total = 0;
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(list); at++) {
+        Row row;
+        if (!take_pair(PyList_GET_ITEM(list, at), &row)) {
+            Py_RETURN_NONE;
+        }
+        total += row_bytes(&row);
     }
-    Py_XDECREF(keys);
-    Py_XDECREF(values);
-    Py_XDECREF(sizes);
-    return made;
+    return PyLong_FromSsize_t(total);
 }
 
 /* Of zlib's CRC-32: the CRC of each byte with so many zeros behind it. */
@@ -427,54 +423,29 @@ partition_of(const char *key, Py_ssize_t size)
 }
 
 /* Columns that are being made. */
-typedef struct {
-    PyObject *runs;
-    PyObject *op_codes;
-    PyObject *key_offsets;
-    PyObject *keys;
-    PyObject *value_offsets;
-    PyObject *values;
-    PyObject *times;
-} Made;
-
-static void
-drop(Made *made)
-{
-    Py_CLEAR(made->runs);
-    Py_CLEAR(made->op_codes);
-    Py_CLEAR(made->key_offsets);
-    Py_CLEAR(made->keys);
-    Py_CLEAR(made->value_offsets);
-    Py_CLEAR(made->values);
-    Py_CLEAR(made->times);
-}
+enum { RUNS, OP_CODES, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES, TIMES, MADE };
 
 /* Make columns of these sizes, to be filled; -1 with an exception. */
 static int
-make(Made *made, Py_ssize_t runs, Py_ssize_t rows, uint64_t key_size, uint64_t value_size, int ops, int values, int times)
+make(PyObject **made, const Py_ssize_t *sizes)
 {
-    memset(made, 0, sizeof *made);
-    made->runs = PyBytes_FromStringAndSize(NULL, RUN_BYTES * runs);
-    made->op_codes = PyBytes_FromStringAndSize(NULL, ops ? rows : 0);
-    made->key_offsets = PyBytes_FromStringAndSize(NULL, 4 * (rows + 1));
-    made->keys = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)key_size);
-    made->value_offsets = PyBytes_FromStringAndSize(NULL, values ? 4 * (rows + 1) : 0);
-    made->values = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)value_size);
-    made->times = PyBytes_FromStringAndSize(NULL, times ? 8 * rows : 0);
-    if (made->runs && made->op_codes && made->key_offsets && made->keys && made->value_offsets && made->values && made->times) {
-        return 0;
+    for (int at = 0; at < MADE; at++) {
+        made[at] = PyBytes_FromStringAndSize(NULL, sizes[at]);
+        if (made[at] == NULL) {
+            while (at) {
+                Py_DECREF(made[--at]);
+            }
+            return -1;
+        }
     }
-    drop(made);
-    return -1;
+    return 0;
 }
 
+/* Return filled columns. */
 static PyObject *
-finished(Made *made)
+finished(PyObject **made)
 {
-    PyObject *columns = PyTuple_Pack(7, made->runs, made->op_codes, made->key_offsets, made->keys, made->value_offsets,
-                                     made->values, made->times);
-    drop(made);
-    return columns;
+    return Py_BuildValue("(NNNNNNN)", made[0], made[1], made[2], made[3], made[4], made[5], made[6]);
 }
 
 static void
@@ -485,11 +456,10 @@ put_number(char *column, Py_ssize_t index, uint32_t number)
 
 /* Rows that become columns, sorted by partition. */
 typedef struct {
-    PyObject *const *keys;
-    PyObject *const *values;
-    Py_ssize_t count;
+    Row *rows;
+    Row *sorted;
     uint16_t *partitions;
-    uint32_t *order;
+    Py_ssize_t count;
     uint32_t counts[PARTITIONS];
     Py_ssize_t touched;
     uint64_t key_size;
@@ -497,24 +467,18 @@ typedef struct {
     int deletes;
 } Sorting;
 
-/* Look at each row, for its partition unless that was chosen (uint16 each); whether they fit into one block. */
+/* Find each row's partition, unless that was chosen (uint16 each); whether they fit into one block. */
 static int
-look_at_rows(Sorting *sorting, const char *chosen)
+count_rows(Sorting *sorting, const char *chosen)
 {
     for (Py_ssize_t row = 0; row < sorting->count; row++) {
-        PyObject *key = sorting->keys[row], *value = sorting->values[row];
-        if (!row_fits(key, value)) {
-            return 0;
-        }
-        uint16_t partition;
+        PyObject *key = sorting->rows[row].key, *value = sorting->rows[row].value;
+        uint16_t partition = (uint16_t)partition_of(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key));
         if (chosen != NULL) {
             memcpy(&partition, chosen + 2 * row, sizeof partition);
-            if (partition >= PARTITIONS) {
-                return 0;
-            }
         }
-        else {
-            partition = (uint16_t)partition_of(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key));
+        if (partition >= PARTITIONS) {
+            return 0;
         }
         sorting->partitions[row] = partition;
         sorting->touched += !sorting->counts[partition]++;
@@ -541,93 +505,144 @@ sort_rows(Sorting *sorting, char *run)
         }
     }
     for (Py_ssize_t row = 0; row < sorting->count; row++) {
-        sorting->order[next[sorting->partitions[row]]++] = (uint32_t)row;
+        sorting->sorted[next[sorting->partitions[row]]++] = sorting->rows[row];
     }
 }
 
-/* Write the cells of sorted rows behind each other, and where each ends. */
-static void
-put_cells(const Sorting *sorting, PyObject *const *cells, char *offsets, char *data)
+/* Write a cell behind those before it, and where it ends; return that. */
+static uint32_t
+put_cell(PyObject *cell, Py_ssize_t row, uint32_t begin, char *offsets, char *data)
 {
-    uint32_t end = 0;
-    put_number(offsets, 0, 0);
-    for (Py_ssize_t at = 0; at < sorting->count; at++) {
-        PyObject *cell = cells[sorting->order[at]];
-        if (cell != Py_None) {
-            memcpy(data + end, PyBytes_AS_STRING(cell), PyBytes_GET_SIZE(cell));
-            end += (uint32_t)PyBytes_GET_SIZE(cell);
-        }
-        put_number(offsets, at + 1, end);
+    if (cell != Py_None) {
+        memcpy(data + begin, PyBytes_AS_STRING(cell), PyBytes_GET_SIZE(cell));
+        begin += (uint32_t)PyBytes_GET_SIZE(cell);
     }
+    put_number(offsets, row + 1, begin);
+    return begin;
 }
 
 /* Return the columns of rows, or None if they do not fit into one block. */
 static PyObject *
 sorted_columns(Sorting *sorting, const char *chosen)
 {
-    Made made;
-    if (!look_at_rows(sorting, chosen)) {
+    if (!count_rows(sorting, chosen)) {
         Py_RETURN_NONE;
     }
-    if (make(&made, sorting->touched, sorting->count, sorting->key_size, sorting->value_size, sorting->deletes, 1, 0) < 0) {
+    Py_ssize_t sizes[MADE] = {
+        [RUNS] = RUN_BYTES * sorting->touched,
+        [OP_CODES] = sorting->deletes ? sorting->count : 0,
+        [KEY_OFFSETS] = 4 * (sorting->count + 1),
+        [KEYS] = (Py_ssize_t)sorting->key_size,
+        [VALUE_OFFSETS] = 4 * (sorting->count + 1),
+        [VALUES] = (Py_ssize_t)sorting->value_size,
+    };
+    PyObject *made[MADE];
+    if (make(made, sizes) < 0) {
         return NULL;
     }
-    sort_rows(sorting, PyBytes_AS_STRING(made.runs));
-    put_cells(sorting, sorting->keys, PyBytes_AS_STRING(made.key_offsets), PyBytes_AS_STRING(made.keys));
-    put_cells(sorting, sorting->values, PyBytes_AS_STRING(made.value_offsets), PyBytes_AS_STRING(made.values));
-    if (sorting->deletes) {
-        char *ops = PyBytes_AS_STRING(made.op_codes);
-        for (Py_ssize_t at = 0; at < sorting->count; at++) {
-            ops[at] = sorting->values[sorting->order[at]] == Py_None ? OP_DELETE : 0;
+    sort_rows(sorting, PyBytes_AS_STRING(made[RUNS]));
+    char *ops = PyBytes_AS_STRING(made[OP_CODES]);
+    char *key_offsets = PyBytes_AS_STRING(made[KEY_OFFSETS]), *value_offsets = PyBytes_AS_STRING(made[VALUE_OFFSETS]);
+    char *keys = PyBytes_AS_STRING(made[KEYS]), *values = PyBytes_AS_STRING(made[VALUES]);
+    uint32_t key_end = 0, value_end = 0;
+    put_number(key_offsets, 0, 0);
+    put_number(value_offsets, 0, 0);
+    for (Py_ssize_t at = 0; at < sorting->count; at++) {
+        const Row *row = &sorting->sorted[at];
+        key_end = put_cell(row->key, at, key_end, key_offsets, keys);
+        value_end = put_cell(row->value, at, value_end, value_offsets, values);
+        if (sorting->deletes) {
+            ops[at] = row->value == Py_None ? OP_DELETE : 0;
         }
     }
-    return finished(&made);
+    return finished(made);
 }
 
+/* Make room for rows; -1 with an exception. */
 static int
-is_plain(PyObject *sequence)
+make_room(Sorting *sorting, Py_ssize_t count)
 {
-    return PyList_CheckExact(sequence) || PyTuple_CheckExact(sequence);
+    memset(sorting, 0, sizeof *sorting);
+    sorting->rows = PyMem_Malloc((2 * sizeof *sorting->rows + sizeof *sorting->partitions) * count);
+    if (sorting->rows == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    sorting->sorted = sorting->rows + count;
+    sorting->partitions = (uint16_t *)(sorting->sorted + count);
+    sorting->count = count;
+    return 0;
 }
 
-PyDoc_STRVAR(columns_doc, "columns(keys, values, first, last, partitions)\n--\n\n"
+PyDoc_STRVAR(columns_doc, "columns(keys, values, partitions)\n--\n\n"
                           "Return run table, ops, key offsets, keys, value offsets, values and times of rows, sorted by\n"
                           "partition (of the key, or as uint16 each), or None if they do not fit into one block.");
 
 static PyObject *
 columns(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 5) {
-        PyErr_SetString(PyExc_TypeError, "columns takes keys, values, the first row, the end and partitions");
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "columns takes keys, values and partitions");
         return NULL;
     }
-    Py_ssize_t first = PyLong_AsSsize_t(args[2]), last = PyLong_AsSsize_t(args[3]);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    if (!is_plain(args[0]) || !is_plain(args[1]) || PySequence_Fast_GET_SIZE(args[0]) != PySequence_Fast_GET_SIZE(args[1])
-        || first < 0 || first >= last || last > PySequence_Fast_GET_SIZE(args[0]) || last - first > INT32_MAX / 8) {
+    Py_ssize_t rows = PyList_CheckExact(args[0]) ? PyList_GET_SIZE(args[0]) : 0;
+    if (rows < 1 || rows > BLOCK_ROWS_MAX || !PyList_CheckExact(args[1]) || PyList_GET_SIZE(args[1]) != rows) {
         Py_RETURN_NONE;
     }
     const char *chosen = NULL;
-    if (args[4] != Py_None) {
-        if (!PyBytes_CheckExact(args[4]) || PyBytes_GET_SIZE(args[4]) != 2 * (last - first)) {
+    if (args[2] != Py_None) {
+        if (!PyBytes_CheckExact(args[2]) || PyBytes_GET_SIZE(args[2]) != 2 * rows) {
             Py_RETURN_NONE;
         }
-        chosen = PyBytes_AS_STRING(args[4]);
+        chosen = PyBytes_AS_STRING(args[2]);
     }
-    Sorting sorting = {
-        .keys = PySequence_Fast_ITEMS(args[0]) + first,
-        .values = PySequence_Fast_ITEMS(args[1]) + first,
-        .count = last - first,
-    };
-    sorting.order = PyMem_Malloc((sizeof *sorting.order + sizeof *sorting.partitions) * sorting.count);
-    if (sorting.order == NULL) {
-        return PyErr_NoMemory();
+    Sorting sorting;
+    if (make_room(&sorting, rows) < 0) {
+        return NULL;
     }
-    sorting.partitions = (uint16_t *)(sorting.order + sorting.count);
-    PyObject *made = sorted_columns(&sorting, chosen);
-    PyMem_Free(sorting.order);
+    int fit = 1;
+    for (Py_ssize_t row = 0; fit && row < rows; row++) {
+        sorting.rows[row] = (Row){PyList_GET_ITEM(args[0], row), PyList_GET_ITEM(args[1], row)};
+        fit = row_fits(sorting.rows[row].key, sorting.rows[row].value);
+    }
+    PyObject *made = fit ? sorted_columns(&sorting, chosen) : Py_NewRef(Py_None);
+    PyMem_Free(sorting.rows);
+    return made;
+}
+
+PyDoc_STRVAR(packed_doc, "packed(rows, first, most)\n--\n\n"
+                         "Return what columns does, of as many of a list of pairs, from the first on, as stay within so many\n"
+                         "bytes and the rows of a block, or of a single larger one.");
+
+static PyObject *
+packed(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "packed takes rows, the first one and a number of bytes");
+        return NULL;
+    }
+    Py_ssize_t first = PyLong_AsSsize_t(args[1]), most = PyLong_AsSsize_t(args[2]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (!PyList_CheckExact(args[0]) || first < 0 || first >= PyList_GET_SIZE(args[0])) {
+        Py_RETURN_NONE;
+    }
+    Py_ssize_t rows = PyList_GET_SIZE(args[0]) - first;
+    Sorting sorting;
+    if (make_room(&sorting, rows < BLOCK_ROWS_MAX ? rows : BLOCK_ROWS_MAX) < 0) {
+        return NULL;
+    }
+    int fit = 1;
+    for (rows = 0; fit && rows < sorting.count; rows++) {
+        fit = take_pair(PyList_GET_ITEM(args[0], first + rows), &sorting.rows[rows]);
+        if (fit && (most -= row_bytes(&sorting.rows[rows])) < 0 && rows > 0) {
+            break;
+        }
+    }
+    sorting.count = rows;
+    PyObject *made = fit ? sorted_columns(&sorting, NULL) : Py_NewRef(Py_None);
+    PyMem_Free(sorting.rows);
     return made;
 }
 
@@ -651,14 +666,6 @@ typedef struct {
     int values;
     int dated;
 } Joining;
-
-static uint64_t
-long_at(const char *place)
-{
-    uint64_t number;
-    memcpy(&number, place, sizeof number);
-    return number;
-}
 
 /* Put a run behind those that its partition has. */
 static void
@@ -754,7 +761,7 @@ copy_cells(const char *offsets, const char *data, Py_ssize_t first, Py_ssize_t l
 
 /* Copy the rows of a block to the places of their partitions. */
 static void
-copy_block(Joining *joining, const Columns *block, Made *made)
+copy_block(Joining *joining, const Columns *block, PyObject **made)
 {
     Py_ssize_t first = 0;
     for (Py_ssize_t at = 0; at < block->run_count; at++) {
@@ -763,24 +770,19 @@ copy_block(Joining *joining, const Columns *block, Made *made)
         Py_ssize_t last = first + number_at(run + COUNT_AT, 0);
         uint64_t row = share->rows;
         if (joining->ops) {
-            char *to = PyBytes_AS_STRING(made->op_codes) + row;
-            if (block->op_codes != NULL) {
-                memcpy(to, block->op_codes + first, last - first);
-            }
-            else {
-                memset(to, 0, last - first);
-            }
+            char *to = PyBytes_AS_STRING(made[OP_CODES]) + row;
+            block->op_codes ? memcpy(to, block->op_codes + first, last - first) : memset(to, 0, last - first);
         }
         if (joining->dated) {
             for (Py_ssize_t inside = 0; inside < last - first; inside++) {
-                memcpy(PyBytes_AS_STRING(made->times) + 8 * (row + inside), run + TIME_AT, 8);
+                memcpy(PyBytes_AS_STRING(made[TIMES]) + 8 * (row + inside), run + TIME_AT, 8);
             }
         }
-        share->key_size += copy_cells(block->key_offsets, block->keys, first, last, PyBytes_AS_STRING(made->key_offsets),
-                                      PyBytes_AS_STRING(made->keys), row, share->key_size);
+        share->key_size += copy_cells(block->key_offsets, block->keys, first, last, PyBytes_AS_STRING(made[KEY_OFFSETS]),
+                                      PyBytes_AS_STRING(made[KEYS]), row, share->key_size);
         if (joining->values) {
             share->value_size += copy_cells(block->value_offsets, block->values, first, last,
-                                            PyBytes_AS_STRING(made->value_offsets), PyBytes_AS_STRING(made->values), row,
+                                            PyBytes_AS_STRING(made[VALUE_OFFSETS]), PyBytes_AS_STRING(made[VALUES]), row,
                                             share->value_size);
         }
         share->rows += last - first;
@@ -802,26 +804,35 @@ joined_columns(Joining *joining)
     if (total->rows > INT32_MAX / 8 || total->key_size > INT32_MAX || total->value_size > INT32_MAX) {
         Py_RETURN_NONE;
     }
-    Made made;
-    if (make(&made, joining->touched, (Py_ssize_t)total->rows, total->key_size, total->value_size, joining->ops,
-             joining->values, joining->dated) < 0) {
+    Py_ssize_t rows = (Py_ssize_t)total->rows;
+    Py_ssize_t sizes[MADE] = {
+        [RUNS] = RUN_BYTES * joining->touched,
+        [OP_CODES] = joining->ops ? rows : 0,
+        [KEY_OFFSETS] = 4 * (rows + 1),
+        [KEYS] = (Py_ssize_t)total->key_size,
+        [VALUE_OFFSETS] = joining->values ? 4 * (rows + 1) : 0,
+        [VALUES] = (Py_ssize_t)total->value_size,
+        [TIMES] = joining->dated ? 8 * rows : 0,
+    };
+    PyObject *made[MADE];
+    if (make(made, sizes) < 0) {
         return NULL;
     }
-    char *run = PyBytes_AS_STRING(made.runs);
+    char *run = PyBytes_AS_STRING(made[RUNS]);
     for (const Share *share = joining->shares; share < joining->shares + PARTITIONS; share++) {
         if (share->touched) {
             memcpy(run, share->run, RUN_BYTES);
             run += RUN_BYTES;
         }
     }
-    put_number(PyBytes_AS_STRING(made.key_offsets), 0, 0);
+    put_number(PyBytes_AS_STRING(made[KEY_OFFSETS]), 0, 0);
     if (joining->values) {
-        put_number(PyBytes_AS_STRING(made.value_offsets), 0, 0);
+        put_number(PyBytes_AS_STRING(made[VALUE_OFFSETS]), 0, 0);
     }
     for (Py_ssize_t at = 0; at < joining->count; at++) {
-        copy_block(joining, &joining->blocks[at], &made);
+        copy_block(joining, &joining->blocks[at], made);
     }
-    return finished(&made);
+    return finished(made);
 }
 
 PyDoc_STRVAR(joined_doc, "joined(blocks, dated)\n--\n\n"
@@ -836,9 +847,6 @@ joined(PyObject *module, PyObject *const *args, Py_ssize_t count)
         return NULL;
     }
     Joining joining = {.count = PyList_GET_SIZE(args[0]), .dated = args[1] == Py_True};
-    if (joining.count == 0) {
-        Py_RETURN_NONE;
-    }
     joining.shares = PyMem_Calloc(PARTITIONS, sizeof *joining.shares);
     joining.blocks = PyMem_Calloc(joining.count, sizeof *joining.blocks);
     PyObject *made = NULL;
@@ -846,13 +854,13 @@ joined(PyObject *module, PyObject *const *args, Py_ssize_t count)
         PyErr_NoMemory();
     }
     else {
-        int fit = 1;
+        int fit = joining.count > 0;
         for (Py_ssize_t at = 0; fit && at < joining.count; at++) {
             PyObject *block = PyList_GET_ITEM(args[0], at);
             fit = PyTuple_CheckExact(block) && PyTuple_GET_SIZE(block) == 7
                   && columns_fit(((PyTupleObject *)block)->ob_item, &joining.blocks[at]);
         }
-        joining.values = joining.blocks[0].value_offsets != NULL;
+        joining.values = fit && joining.blocks[0].value_offsets != NULL;
         made = fit ? joined_columns(&joining) : Py_NewRef(Py_None);
     }
     PyMem_Free(joining.shares);
@@ -864,8 +872,9 @@ static PyMethodDef methods[] = {
     {"columns", (PyCFunction)(void (*)(void))columns, METH_FASTCALL, columns_doc},
     {"items", (PyCFunction)(void (*)(void))items, METH_FASTCALL, items_doc},
     {"joined", (PyCFunction)(void (*)(void))joined, METH_FASTCALL, joined_doc},
-    {"pairs", pairs, METH_O, pairs_doc},
+    {"packed", (PyCFunction)(void (*)(void))packed, METH_FASTCALL, packed_doc},
     {"rows", (PyCFunction)(void (*)(void))rows, METH_FASTCALL, rows_doc},
+    {"size", size, METH_O, size_doc},
     {NULL, NULL, 0, NULL},
 };
 

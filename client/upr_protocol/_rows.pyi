@@ -6,12 +6,7 @@ from typing import TypeVar
 Columns = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
 
 def columns(
-    keys: Sequence[bytes],
-    values: Sequence[bytes | None],
-    first: int,
-    last: int,
-    partitions: bytes | None,
-    /,
+    keys: Sequence[bytes], values: Sequence[bytes | None], partitions: bytes | None, /
 ) -> Columns | None: ...
 def items(
     runs: bytes,
@@ -24,9 +19,7 @@ def items(
     /,
 ) -> list[tuple[bytes, bytes | None]] | None: ...
 def joined(blocks: list[Columns], dated: bool, /) -> Columns | None: ...
-def pairs(
-    rows: list[tuple[bytes, bytes | None]], /
-) -> tuple[list[bytes], list[bytes | None], bytes] | None: ...
+def packed(rows: list[tuple[bytes, bytes | None]], first: int, most: int, /) -> Columns | None: ...
 
 T = TypeVar("T", bound=tuple[object, ...])
 
@@ -42,3 +35,4 @@ def rows(
     values: bytes,
     /,
 ) -> list[T] | None: ...
+def size(rows: list[tuple[bytes, bytes | None]], /) -> int | None: ...

@@ -58,14 +58,13 @@ OP_DELETE: Final = 1
 
 def _compiled() -> Any:
     """Return the compiled module; None where it is not installed, or switched off."""
-    if os.environ.get("UPR_PURE_PYTHON"):
-        return None
     try:
         from upr_protocol import _rows
     except ImportError:
         return None
     # One of another version, left by a build that is not this one's.
-    return _rows if hasattr(_rows, "joined") else None
+    usable = hasattr(_rows, "packed") and not os.environ.get("UPR_PURE_PYTHON")
+    return _rows if usable else None
 
 
 COMPILED: Final = _compiled()
@@ -76,6 +75,7 @@ U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Values = Sequence[bytes | None]
+Pairs = list[tuple[bytes, bytes | None]]
 
 
 class FurtherColumn(NamedTuple):
@@ -659,30 +659,8 @@ def check_row(key: bytes, value: bytes | None) -> None:
         )
 
 
-@dataclass(slots=True)
-class CheckedRows:
-    """Rows that ``check_row`` passes.
-
-    Attributes:
-        keys, values: the rows; None deletes.
-        sizes: what each takes in the columns of a block, bytes.
-    """
-
-    keys: Sequence[bytes]
-    values: Values
-    sizes: I64
-
-
-def check_pairs(pairs: list[tuple[bytes, bytes | None]]) -> CheckedRows:
-    """Return rows, each a key and a value; as ``check_rows``."""
-    if COMPILED is not None and (made := COMPILED.pairs(pairs)) is not None:
-        keys, values, sizes = made
-        return CheckedRows(keys, values, np.frombuffer(sizes, np.int64))
-    return check_rows([key for key, _ in pairs], [value for _, value in pairs])
-
-
-def check_rows(keys: Sequence[bytes], values: Values) -> CheckedRows:
-    """Return rows.
+def check_rows(keys: Sequence[bytes], values: Values) -> I64:
+    """Return what each row takes in the columns of a block, bytes.
 
     Raises:
         InvalidArgumentError: a key or value is not bytes, or out of its range.
@@ -701,7 +679,7 @@ def check_rows(keys: Sequence[bytes], values: Values) -> CheckedRows:
     if not plain:
         for key, value in zip(keys, values, strict=True):
             check_row(key, value)
-    return CheckedRows(keys, values, _lengths(keys) + _lengths(_without_none(values)) + ROW_BYTES)
+    return _lengths(keys) + _lengths(_without_none(values)) + ROW_BYTES
 
 
 def _lengths(cells: Sequence[bytes]) -> I64:
@@ -726,23 +704,14 @@ def build_block(keys: Sequence[bytes], values: Values, partitions: U32 | None = 
     """
     if not keys:
         raise InvalidArgumentError("rows of a write are 0; must be at least 1")
-    if (block := _packed(keys, values, 0, len(keys), partitions)) is not None:
-        return block
+    if COMPILED is not None:
+        chosen = None if partitions is None else partitions.astype("<u2").tobytes()
+        if (made := COMPILED.columns(keys, values, chosen)) is not None:
+            return _compiled_block(made)
     if len(keys) == len(values) <= FEW_ROWS:
         return _block_of_few(keys, values, None if partitions is None else partitions.tolist())
     check_rows(keys, values)
     return _sorted_block(keys, values, partitions)
-
-
-def _packed(
-    keys: Sequence[bytes], values: Values, first: int, last: int, partitions: U32 | None = None
-) -> Block | None:
-    """Return the block of some rows; None where it is not for the compiled function."""
-    if COMPILED is None:
-        return None
-    chosen = None if partitions is None else partitions.astype("<u2").tobytes()
-    made = COMPILED.columns(keys, values, first, last, chosen)
-    return None if made is None else _compiled_block(made)
 
 
 def _compiled_block(made: Any) -> Block:
@@ -771,30 +740,43 @@ def _block_of_few(keys: Sequence[bytes], values: Values, chosen: Sequence[int] |
     return Block(np.frombuffer(runs, RUN), *columns, crc_of_columns(columns))
 
 
-def build_blocks(
-    keys: Sequence[bytes], values: Values, column_bytes: int = BLOCK_COLUMN_BYTES
-) -> Iterator[Block]:
-    """Build blocks as ``blocks_of_rows``; all rows are checked before the first.
+def pairs_bytes(pairs: Pairs) -> int:
+    """Return what rows, each a key and a value, take in the columns of blocks.
 
     Raises:
         InvalidArgumentError: a key or value is not bytes, or out of its range.
     """
-    yield from blocks_of_rows(check_rows(keys, values), column_bytes)
+    if COMPILED is not None and (size := COMPILED.size(pairs)) is not None:
+        return int(size)
+    return int(check_rows([key for key, _ in pairs], [value for _, value in pairs]).sum())
 
 
-def blocks_of_rows(rows: CheckedRows, column_bytes: int = BLOCK_COLUMN_BYTES) -> Iterator[Block]:
+def blocks_of_pairs(pairs: Pairs) -> Iterator[Block]:
+    """Build what ``build_blocks`` does, of keys and values, each when the one before was taken."""
+    first = 0
+    while COMPILED is not None and first < len(pairs):
+        made = COMPILED.packed(pairs, first, BLOCK_COLUMN_BYTES)
+        if made is None:
+            break
+        block = _compiled_block(made)
+        first += block.rows
+        yield block
+    rest = pairs[first:]
+    yield from build_blocks([key for key, _ in rest], [value for _, value in rest])
+
+
+def build_blocks(
+    keys: Sequence[bytes], values: Values, column_bytes: int = BLOCK_COLUMN_BYTES
+) -> Iterator[Block]:
     """Build blocks of rows, in order, whose columns stay within ``column_bytes``, or that have one row.
 
-    Each is built when the one before was taken.
+    All rows are checked before the first.
+
+    Raises:
+        InvalidArgumentError: a key or value is not bytes, or out of its range.
     """
-    for first, last in row_slices(rows.sizes, column_bytes, BLOCK_ROWS_MAX):
-        yield block_of_rows(rows, first, last)
-
-
-def block_of_rows(rows: CheckedRows, first: int, last: int) -> Block:
-    """Return what ``build_block`` does, of 1 to BLOCK_ROWS_MAX of the rows."""
-    block = _packed(rows.keys, rows.values, first, last)
-    return block or _sorted_block(rows.keys[first:last], rows.values[first:last], None)
+    for first, last in row_slices(check_rows(keys, values), column_bytes, BLOCK_ROWS_MAX):
+        yield build_block(keys[first:last], values[first:last])
 
 
 def _sorted_block(keys: Sequence[bytes], values: Values, chosen: U32 | None) -> Block:

@@ -26,14 +26,15 @@ from upr_client.changes.events import (
 )
 from upr_protocol import block as block_module
 from upr_protocol.block import (
+    ROW_BYTES,
     RUN,
     Block,
-    CheckedRows,
-    blocks_of_rows,
+    blocks_of_pairs,
     build_block,
-    check_pairs,
+    build_blocks,
     join_blocks,
     make_runs,
+    pairs_bytes,
 )
 from upr_protocol.limits import PARTITIONS
 
@@ -169,29 +170,31 @@ def written(draw: st.DrawFn) -> list[Any]:
     return rows
 
 
-def checked(rows: list[Any]) -> object:
-    found = check_pairs(list(rows))
-    assert len(found.keys) == len(found.values) == len(found.sizes) == len(rows)
-    return list(found.keys), list(found.values), found.sizes.tolist()
-
-
-def blocks(rows: CheckedRows, size: int) -> object:
-    return [(block.runs.tobytes(), *block.columns) for block in blocks_of_rows(rows, size)]
+def contents(block: Block) -> object:
+    return block.runs.tobytes(), block.columns, block.columns_crc
 
 
 @unchanged
-@given(rows=written(), size=st.integers(1, 500))
-def test_what_is_written_is_checked_and_cut_as_the_reference_does(
-    module: Any, fast: None, rows: list[Any], size: int
+@given(rows=written(), most=st.integers(1, 500))
+def test_pairs_are_checked_and_cut_into_blocks_as_by_the_reference(
+    module: Any, fast: None, rows: list[Any], most: int
 ) -> None:
-    wanted = reference(lambda: checked(rows))
-    assert outcome(lambda: checked(rows)) == wanted
-    if isinstance(wanted, tuple) and len(wanted) == 3:
-        found = check_pairs(list(rows))
-        assert outcome(lambda: blocks(found, size)) == reference(lambda: blocks(found, size))
-        plain = all(type(row) is tuple and type(row[0]) is bytes for row in rows)
-        plain = plain and all(type(row[1]) in (bytes, type(None)) for row in rows)
-        assert (module.pairs(list(rows)) is not None) == plain
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_module, "BLOCK_COLUMN_BYTES", most)
+        patch.setattr(build_blocks, "__defaults__", (most,))
+        wanted = reference(lambda: pairs_bytes(rows))
+        assert outcome(lambda: pairs_bytes(rows)) == wanted
+        if not isinstance(wanted, int):
+            return
+        blocks = list(blocks_of_pairs(rows))
+        assert list(map(contents, blocks)) == reference(
+            lambda: list(map(contents, blocks_of_pairs(rows)))
+        )
+    assert sum(len(b.keys) + len(b.values) + ROW_BYTES * b.rows for b in blocks) == wanted
+    kinds = {(type(row), *map(type, row)) for row in rows}
+    plain = kinds <= {(tuple, bytes, bytes), (tuple, bytes, type(None))}
+    assert (module.size(rows) == wanted) == plain
+    assert (not rows or module.packed(rows, 0, 2**30) is not None) == plain
 
 
 @unchanged
@@ -206,8 +209,7 @@ def test_a_block_is_that_of_the_reference(fast: None, rows: list[Any], data: Any
         partitions = np.array(data.draw(chosen), np.uint32)
 
     def build() -> object:
-        block = build_block(keys, values, partitions)
-        return block.runs.tobytes(), block.columns, block.columns_crc
+        return contents(build_block(keys, values, partitions))
 
     assert outcome(build) == reference(build)
 
@@ -231,8 +233,7 @@ def to_join(draw: st.DrawFn) -> list[Block]:
 
 
 def joined(found: list[Block], dated: bool) -> Any:
-    block = join_blocks(found, dated=dated)
-    return block.runs.tobytes(), block.columns, block.columns_crc
+    return contents(join_blocks(found, dated=dated))
 
 
 @unchanged
@@ -281,8 +282,8 @@ def test_rows_that_were_packed_or_refused_are_held_no_longer(module: Any) -> Non
     for last in (None, 7):
         told: list[Any] = [*values[:-1], last]
         rows = list(zip(keys, told, strict=True))
-        made = module.pairs(rows), module.columns(keys, told, 0, len(keys), None)
-        assert [one is None for one in made] == [last == 7] * 2
+        made = module.packed(rows, 0, 2**20), module.columns(keys, told, None), module.size(rows)
+        assert [one is None for one in made] == [last == 7] * 3
         del rows, told, made
     assert [sys.getrefcount(one) for one in (keys[0], values[0])] == counts
 
@@ -316,13 +317,17 @@ def test_what_is_no_kind_of_tuple_or_no_column_is_refused(module: Any) -> None:
         with pytest.raises(TypeError):
             module.joined(*arguments)
     assert module.joined([], True) is module.joined([tuple(columns[1:])], True) is None
-    for arguments in ((), (*[[b"k"]] * 2, 0, 1), (*[[b"k"]] * 2, "0", 1, None)):
+    for arguments in ((), ([b"k"], [b"v"])):
         with pytest.raises(TypeError):
             module.columns(*arguments)
-    for first, last in ((-1, 1), (0, 0), (0, 2), (1, 1)):
-        assert module.columns([b"k"], [b"v"], first, last, None) is None
-    assert module.columns([b"k"], [], 0, 1, None) is None
-    assert module.pairs(((b"k", b"v"),)) is module.pairs([[b"k", b"v"]]) is None
+    for keys, values, partitions in (([], [], None), ([b"k"], [], None), ([b"k"], [b"v"], b"12 ")):
+        assert module.columns(keys, values, partitions) is None
+    for arguments in ((), ([], 0), ([], "0", 1), ([], 0, "1")):
+        with pytest.raises(TypeError):
+            module.packed(*arguments)
+    for first in (-1, 1):
+        assert module.packed([(b"k", b"v")], first, 100) is None
+    assert module.packed(((b"k", b"v"),), 0, 100) is module.size(((b"k", b"v"),)) is None
 
 
 def test_it_can_be_switched_off() -> None:

@@ -40,7 +40,7 @@ from upr_client.writes import (
     applied_of,
     token_of,
 )
-from upr_protocol.block import Block, block_of_rows, blocks_of_rows, check_pairs, check_row
+from upr_protocol.block import Block, blocks_of_pairs, check_row, pairs_bytes
 from upr_protocol.errors import ProtocolError, UprError
 from upr_protocol.limits import (
     AT_LEAST_SECONDS_MAX,
@@ -143,13 +143,14 @@ class AsyncBucket:
             UprError: as in ``set``, the first one; before anything is sent when a row is out of its range.
         """
         level = choice(DURABILITIES, durability, "durability")
-        checked = check_pairs(list(rows))
-        count = len(checked.keys)
-        if 0 < int(checked.sizes.sum()) <= JOINED_BYTES_MAX:
-            block = block_of_rows(checked, 0, count)
+        # A copy of many rows costs as much as packing them: only of those that are packed while others are written.
+        pairs = rows if type(rows) is list else list(rows)
+        count, size = len(pairs), pairs_bytes(pairs)
+        if 0 < size <= JOINED_BYTES_MAX:
+            block = next(blocks_of_pairs(pairs))
             runs = await self._writer().write_rows(block, level)
         else:
-            runs = await self._write_all(self._writer(), blocks_of_rows(checked), level)
+            runs = await self._write_all(self._writer(), blocks_of_pairs(list(pairs)), level)
         return WriteResults(count, runs, self.version)
 
     async def _hello(
