@@ -11,9 +11,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
+import pyarrow as pa
 
 from tools.bench.common import VALUE_BYTES, Row, WrongResultError, zipfian_rows
 from tools.bench.peers.servers import KINDS, MANY, Running, running
@@ -142,7 +143,7 @@ class Drained:
     def __init__(self) -> None:
         self.rows = 0
         self._state: dict[bytes, bytes | None] = {}
-        self._arrow: list[Any] = []
+        self._arrow: list[pa.RecordBatch] = []
 
     async def read(self, store: Store, total: int, *, arrow: bool) -> None:
         """Read all changes. The deletions stay as None, which costs no second look at a row."""

@@ -13,6 +13,7 @@ import grpc
 import nats
 import nats.js.api
 import psycopg2.extras
+import pyarrow as pa
 import rstream
 from aetcd import rpc as etcd
 from redis import asyncio as redis
@@ -121,7 +122,7 @@ class Upr:
             async for batch in changes.batches():
                 yield batch.items()
 
-    async def arrow(self) -> AsyncIterator[Any]:
+    async def arrow(self) -> AsyncIterator[pa.RecordBatch]:
         """Yield all changes from the beginning as Arrow record batches."""
         async with self._bucket.changes(until="now") as changes:
             async for batch in changes.batches():
@@ -140,10 +141,12 @@ class Upr:
                 pass
 
     async def resume(self, path: str) -> list[Row]:
-        async with self._bucket.changes(resume=FilePositions(path)) as changes:
-            async for batch in changes.batches():
-                if batch.rows:
-                    return batch.items()
+        # Closed with the connection, as the peers' streams are.
+        changes = await self._bucket.changes(resume=FilePositions(path)).__aenter__()
+        async for batch in changes.batches():
+            if batch.rows:
+                rows: list[Row] = batch.items()
+                return rows
         raise AssertionError("the stream ended")
 
     async def keep(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
