@@ -15,11 +15,11 @@ from upr_protocol.block import (
     OP_DELETE,
     ROW_BYTES,
     Block,
-    Runs,
     make_runs,
     offset_column,
     row_seqnos,
     row_slices,
+    row_times,
     sealed,
 )
 from upr_protocol.errors import InvalidArgumentError, MissingPackageError
@@ -104,7 +104,7 @@ def _joined(blocks: list[Block]) -> Block:
     if any(block.seqnos for block in blocks):
         seqnos = b"".join(block.seqnos or _offsets_in_runs(block) for block in blocks)
     if any(block.times for block in blocks):
-        times = b"".join(block.times or _run_times(block.runs).tobytes() for block in blocks)
+        times = b"".join(row_times(block).tobytes() for block in blocks)
     if any(block.ops for block in blocks):
         ops = b"".join(block.ops or bytes(block.rows) for block in blocks)
     with_values = all(block.value_offsets for block in blocks)
@@ -132,29 +132,28 @@ def _offsets_in_runs(block: Block) -> bytes:
     return offsets.tobytes()
 
 
-def _run_times(runs: Runs) -> npt.NDArray[np.int64]:
-    times: npt.NDArray[np.int64] = np.repeat(runs["time"], runs["count"]).view(np.int64)
-    return times
-
-
 def _of_block(pa: Any, block: Block) -> Any:
     rows, runs = block.rows, block.runs
     counts = runs["count"]
-    times = np.frombuffer(block.times, "<i8") if block.times else _run_times(runs)
     deleted, valid, nulls = _ops(pa, block)
     return pa.RecordBatch.from_arrays(
         [
-            pa.array(np.repeat(runs["partition"].astype(np.int32), counts)),
-            pa.array(row_seqnos(block).view(np.int64)),
+            _numbers(pa, pa.int32(), np.repeat(runs["partition"].astype(np.int32), counts)),
+            _numbers(pa, pa.int64(), row_seqnos(block)),
             deleted,
             _binary(pa, rows, block.key_offsets, block.keys),
             _binary(pa, rows, block.value_offsets, block.values, valid, nulls)
             if block.value_offsets
             else pa.nulls(rows, pa.binary()),
-            pa.array(times).view(pa.timestamp("us", tz="UTC")),
+            _numbers(pa, pa.timestamp("us", tz="UTC"), row_times(block)),
         ],
         schema=schema(),
     )
+
+
+def _numbers(pa: Any, kind: Any, numbers: npt.NDArray[Any]) -> Any:
+    """Return numbers as Arrow; ``pa.array`` would import what takes longer than all of the first batch."""
+    return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers)], 0)
 
 
 def _ops(pa: Any, block: Block) -> tuple[Any, Any, int]:

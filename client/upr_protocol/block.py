@@ -211,11 +211,16 @@ def row_bounds(runs: Runs) -> I64:
 def row_seqnos(block: Block) -> U64:
     """Return each row's seqno as uint64, shape ``(rows,)``."""
     runs = block.runs
-    starts: U64 = np.repeat(runs["start_seqno"], runs["count"])
+    starts = runs["start_seqno"]
     if block.seqnos:
-        return starts + np.frombuffer(block.seqnos, "<u4").astype(np.uint64)
-    first_rows = np.repeat(row_bounds(runs)[:-1], runs["count"])
-    return starts + (np.arange(1, block.rows + 1, dtype=np.int64) - first_rows).astype(np.uint64)
+        offsets = np.frombuffer(block.seqnos, "<u4")
+    else:
+        # A run's rows follow each other; what wraps below 0 wraps back.
+        starts = starts - row_bounds(runs)[:-1].astype(np.uint64)
+        offsets = np.arange(1, block.rows + 1, dtype=np.uint64)
+    seqnos: U64 = np.repeat(starts, runs["count"])
+    seqnos += offsets
+    return seqnos
 
 
 def row_times(block: Block) -> U64:

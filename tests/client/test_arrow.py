@@ -1,5 +1,6 @@
 """Changes as Arrow record batches."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,16 @@ def test_without_pyarrow_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'upr-stream\[arrow\]'"):
         ChangeBatch([run_block(1, 0, 3)], []).to_arrow()
+
+
+def test_the_first_batch_imports_nothing_that_pyarrow_does_not() -> None:
+    code = (
+        "import sys, pyarrow; from upr_client.arrow import record_batch; "
+        "from tests.client.scripted import run_block; before = set(sys.modules); "
+        "record_batch(run_block(1, 0, 3)); print(set(sys.modules) - before)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "set()\n"
 
 
 def test_changes_of_a_server(target: str, tmp_path: Path) -> None:
