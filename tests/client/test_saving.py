@@ -5,6 +5,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from typing import Literal
 
 import numpy as np
@@ -156,15 +157,15 @@ async def test_a_save_that_is_cancelled_is_over_when_the_waiting_is() -> None:
     assert done.is_set()
 
 
-def following() -> Following:
+def following(*, stored: bool = True, save_seconds: float = 3600) -> Following:
     """Two partitions, each at 8 under ID_A, of which a Start was sent."""
     options = ChangesOptions(
-        resume=MemoryPositions(),
+        resume=MemoryPositions() if stored else None,
         only=Only([1, 2]),
-        tuning=Tuning(save_seconds=3600),
+        tuning=Tuning(save_seconds=save_seconds),
         on_rollback=lambda _: None,
     )
-    clock = Clock(lambda: 1.0, lambda: 1.0, lambda: 0.5)
+    clock = Clock(count(1).__next__, lambda: 1.0, lambda: 0.5)
     made = Following(options, say=lambda _: None, clock=clock)
     log = FailoverLog.from_pairs([(ID_A, 0)])
     made.load({p: Position(VERSION, ID_A, ID_A, 8, 8, (8,), log) for p in (1, 2)})
@@ -198,3 +199,11 @@ def test_what_could_not_be_stored_is_stored_before_the_start() -> None:
     made.not_saved(made.begin_save())
     assert made.next_step(True) is Step.SAVE
     assert list(made.begin_save()) == [1]
+
+
+def test_positions_that_nothing_stores_are_not_made() -> None:
+    for stored, step, partitions in ((True, Step.SAVE, [1, 2]), (False, Step.RECEIVE, [])):
+        made = following(stored=stored, save_seconds=0.1)
+        made.session.mark_changed([1, 2])
+        assert made.next_step(True) is step
+        assert list(made.begin_save()) == partitions

@@ -58,9 +58,7 @@ class PositionStorage:
             positions = self._following.begin_save()
         in_server = self._following.ownership is not None
         refused: list[int] = []
-        if self._store is None and not in_server:
-            positions = {}
-        elif positions:
+        if positions:
             try:
                 if self._store is not None:
                     await run_blocking(save_positions, self._store, positions)

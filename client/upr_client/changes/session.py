@@ -117,7 +117,9 @@ class Saving:
 
     @property
     def has_changed(self) -> bool:
-        """Return whether a position differs from the stored one."""
+        """Return whether a position differs from the stored one; never where nothing stores them."""
+        if not self._is_of_use:
+            return False
         ledger = self._ledger
         return self._states.session.has_changed or (ledger is not None and ledger.has_changed)
 
@@ -136,7 +138,7 @@ class Saving:
 
     def next_due(self, now: float, hurry: bool) -> float | None:
         """In how many seconds there is something to store, None for not by itself."""
-        if not (self.is_urgent or (self._is_of_use and self.has_changed)):
+        if not (self.is_urgent or self.has_changed):
             return None
         if self._ownership is not None and not self._ownership.may_save:
             return None
@@ -153,6 +155,8 @@ class Saving:
         self._saved_at = self._clock.now()
         # Positions that change during the save are stored next.
         self._urgent_taken = self._states.urgent
+        if not self._is_of_use:
+            return []
         changed = set(self._states.session.take_changed())
         if self._ledger is not None:
             changed |= self._ledger.take_changed()
@@ -400,6 +404,8 @@ class Following:
         """Return the positions to store, in one atomic write; ``saved`` or ``not_saved`` follows."""
         self.acknowledge_part()
         changed = self._saving.begin()
+        if not changed:
+            return {}
         if self.ledger is None:
             return self.session.positions(changed)
         return self._saving.news({p: self.position(p) for p in changed})
