@@ -16,7 +16,7 @@ from upr.engine.follower import Follower
 from upr.engine.partitions import ACTIVE, DEAD, Partitions
 from upr.engine.recovery import recover
 from upr.engine.streams import FollowOptions, Started, StartRequest
-from upr.engine.tail import GATHER_MICROS, SMALL_BYTES, WINDOW_BYTES
+from upr.engine.tail import GATHER_MICROS, MARK_EVERY, SMALL_BYTES, WINDOW_BYTES
 from upr.storage.journal import Commit
 from upr_protocol.block import (
     FurtherColumn,
@@ -353,5 +353,33 @@ def test_a_window_goes_with_its_entries() -> None:
     assert b.tail.window(window[1]) is not None
     # Between the oldest entry and the first window that is whole.
     oldest = b.tail[5].runs[0]
-    assert b.tail.find(int(oldest["partition"]), int(oldest["start_seqno"])) == 5
-    assert b.tail.find(int(oldest["partition"]), 0) == 5
+    at = np.array([oldest["partition"]], np.int64)
+    for seqno in (oldest["start_seqno"], 0):
+        assert [entry for entry, _ in b.tail.find(at, np.array([seqno], np.uint64))] == [5]
+
+
+def test_readers_begin_where_each_partition_goes_on() -> None:
+    b = bucket()
+    for number in range(3 * MARK_EVERY):
+        # Of its own, so that it is an entry: partition 1 in all, 2 up to the middle, 3 in the last.
+        partitions = [1, *([2] * (number < 400)), *([3] * (number == 3 * MARK_EVERY - 1))]
+        rows = build_block(
+            [b"%d-%d" % (partition, number) for partition in partitions],
+            [bytes(SMALL_BYTES)] * len(partitions),
+            np.array(partitions, "u4"),
+        )
+        b.write(rows, b"", None, 0, 1)
+        commit(b)
+    partitions = np.array([1] * 6 + [2] * 4 + [3], np.int64)
+    seqnos = np.array([0, 1, 255, 300, 700, 768, 0, 255, 399, 400, 0], np.uint64)
+    found = list(b.tail.find(partitions, seqnos))
+    assert sum(len(those) for _, those in found) == len(partitions)
+    at = {(int(p), int(seqno)): 0 for p, seqno in zip(partitions, seqnos, strict=True)}
+    for p, seqno in at:
+        [(at[p, seqno], _)] = b.tail.find(np.array([p]), np.array([seqno], np.uint64))
+    together = sorted((entry, p) for entry, those in found for p in those.tolist())
+    assert together == sorted((entry, p) for (p, _), entry in at.items())
+    firsts = {key: key[1] if key[0] < 3 else b.tail.end - 1 for key in at}
+    firsts[1, 768] = firsts[2, 400] = b.tail.end
+    for key, entry in at.items():
+        assert firsts[key] - 2 * MARK_EVERY < entry <= firsts[key], key

@@ -374,10 +374,7 @@ class Follower:
         if soon:
             self._groups.coming[p] = self._may_join = True
             return
-        found: dict[int, list[int]] = {}
-        for partition, seqno in zip(p.tolist(), self._seqno[p].tolist(), strict=True):
-            found.setdefault(self._bucket.tail.find(partition, seqno), []).append(partition)
-        for entry, those in found.items():
+        for entry, those in self._bucket.tail.find(p, self._seqno[p]):
             self._groups.join(those, entry)
 
     def _join_tail(self) -> None:

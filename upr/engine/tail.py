@@ -14,7 +14,7 @@ entry from which a partition must be read is found without looking at all of the
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from upr.storage.blocks import FEW_RUNS, joined_runs, put_ends
 from upr.storage.journal import NumberedWrite
-from upr_protocol.block import RUN, U64, Block, Runs, join_blocks, select_runs
+from upr_protocol.block import I64, RUN, U64, Block, Runs, join_blocks, select_runs
 from upr_protocol.errors import CorruptBlockError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, PARTITIONS, SHARED_BYTES
 from upr_protocol.wire.codec import encode_block, reopen_block
@@ -359,15 +359,30 @@ class Tail:
         window = self._windows[number]
         return None if window is None else (window, end)
 
-    def find(self, partition: int, seqno: int) -> int:
-        """Return an entry number at or below the first entry with rows above ``seqno``.
+    def find(self, partitions: I64, seqnos: U64) -> Iterator[tuple[int, I64]]:
+        """Yield entry numbers, each with the partitions whose first rows above their seqno lie in that entry or a later one.
 
-        At most MARK_EVERY entries and a window too early; readers skip runs that end at or below their seqno.
+        At most MARK_EVERY entries and a window too early; readers skip runs that end at or below their seqno. A number may
+        come again.
         """
-        end = self.end
-        if seqno >= int(self._high[partition]):
-            return end
-        mark = bisect_left(self._marks, True, key=lambda m: bool(m[1][partition] > seqno))
+        read = seqnos >= self._high[partitions]
+        if read.any():
+            yield self.end, partitions[read]
+        # By halving, all at once: most readers have read as far in all partitions.
+        halves = [(0, len(self._marks), np.flatnonzero(~read))]
+        while halves:
+            low, high, those = halves.pop()
+            if not len(those):
+                continue
+            if low == high:
+                yield self._begin_at(low), partitions[those]
+                continue
+            middle = (low + high) // 2
+            above = self._marks[middle][1][partitions[those]] > seqnos[those]
+            halves += [(low, middle, those[above]), (middle + 1, high, those[~above])]
+
+    def _begin_at(self, mark: int) -> int:
+        """Return where readers begin that have read up to the mark before this one."""
         entry = max(self._marks[mark - 1][0], self.first) if mark else self.first
         # Readers that begin where a window does can be given it, and go on together.
         window = bisect_right(self._bounds, entry)
