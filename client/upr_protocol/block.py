@@ -210,16 +210,13 @@ def row_bounds(runs: Runs) -> I64:
 
 def row_seqnos(block: Block) -> U64:
     """Return each row's seqno as uint64, shape ``(rows,)``."""
-    runs = block.runs
-    starts = runs["start_seqno"]
-    if block.seqnos:
-        offsets = np.frombuffer(block.seqnos, "<u4")
-    else:
+    starts, counts = block.runs["start_seqno"], block.runs["count"]
+    offsets = np.frombuffer(block.seqnos, "<u4")
+    if not block.seqnos:
         # A run's rows follow each other; what wraps below 0 wraps back.
-        starts = starts - row_bounds(runs)[:-1].astype(np.uint64)
+        starts = starts - row_bounds(block.runs)[:-1].astype(np.uint64)
         offsets = np.arange(1, block.rows + 1, dtype=np.uint64)
-    seqnos: U64 = np.repeat(starts, runs["count"])
-    seqnos += offsets
+    seqnos: U64 = np.repeat(starts, counts) + offsets
     return seqnos
 
 
