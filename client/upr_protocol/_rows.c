@@ -1,8 +1,8 @@
 /* Rows of a block as Python objects, made from its columns in one pass; columns, made from such objects or from those of
 other blocks.
 
-The functions here do what block_changes and block_items of upr_client/changes/events.py, and pairs_bytes, blocks_of_pairs, build_block
-and join_blocks of block.py, do in Python, and nothing else: those are the reference. What contradicts itself or is out of its
+The functions here do what block_changes and block_items of upr_client/changes/events.py, and pairs_bytes, blocks_of_pairs, build_block,
+join_blocks and check_block of block.py, do in Python, and nothing else: those are the reference. What contradicts itself or is out of its
 range is not for this module: then it returns None, the caller asks the reference, and so both always agree. Every offset is
 compared with the end of its column before anything is read there.
 */
@@ -65,15 +65,13 @@ long_at(const char *place)
 static int
 offsets_fit(const char *offsets, Py_ssize_t rows, Py_ssize_t data_bytes)
 {
-    uint32_t before = 0;
-    for (Py_ssize_t row = 0; row <= rows; row++) {
-        uint32_t offset = number_at(offsets, row);
-        if (offset < before || offset > (uint64_t)data_bytes || offset > INT32_MAX) {
-            return 0;
-        }
-        before = offset;
+    /* Without a way out of the loop, so that the compiler makes it one over vectors; so below. */
+    int falls = 0;
+    for (Py_ssize_t row = 0; row < rows; row++) {
+        falls |= number_at(offsets, row + 1) < number_at(offsets, row);
     }
-    return 1;
+    uint32_t last = number_at(offsets, rows);
+    return !falls && last <= (uint64_t)data_bytes && last <= INT32_MAX;
 }
 
 /* Whether the runs have exactly so many rows, and seqnos that cannot wrap. */
@@ -137,12 +135,11 @@ columns_fit(PyObject *const *args, Columns *columns)
     if ((sizes[1] && sizes[1] / 4 != rows) || sizes[1] % 4 || (sizes[2] && sizes[2] != rows)) {
         return 0;
     }
+    unsigned char op_codes = 0;
     for (Py_ssize_t row = 0; row < sizes[2]; row++) {
-        if ((unsigned char)data[2][row] > OP_DELETE) {
-            return 0;
-        }
+        op_codes |= (unsigned char)data[2][row];
     }
-    if (!runs_fit(columns) || !offsets_fit(data[3], rows, sizes[4])) {
+    if (op_codes > OP_DELETE || !runs_fit(columns) || !offsets_fit(data[3], rows, sizes[4])) {
         return 0;
     }
     return !sizes[5] || (sizes[5] / 4 == rows + 1 && sizes[5] % 4 == 0 && offsets_fit(data[5], rows, sizes[6]));
@@ -868,6 +865,106 @@ joined(PyObject *module, PyObject *const *args, Py_ssize_t count)
     return made;
 }
 
+/* As in limits.py. */
+enum { BLOCK_ROWS_MAX = 1 << 18, COLUMNS_BYTES_MAX = (24 << 20) - (64 << 10) };
+static const uint64_t SPAN_MAX = UINT32_MAX, SEQNO_MAX = (UINT64_C(1) << 48) - 1;
+
+/* Whether cells, whose offsets fit, have lengths that are allowed, a delete's none, and are all of their data. */
+static int
+cells_sound(const char *offsets, const char *op_codes, Py_ssize_t rows, Py_ssize_t bytes, uint32_t least, uint32_t most)
+{
+    int wrong = number_at(offsets, 0) != 0 || number_at(offsets, rows) != (uint64_t)bytes;
+    for (Py_ssize_t row = 0; row < rows; row++) {
+        uint32_t length = number_at(offsets, row + 1) - number_at(offsets, row);
+        wrong |= (length < least) | (length > most);
+    }
+    for (Py_ssize_t row = 0; op_codes != NULL && row < rows; row++) {
+        wrong |= (op_codes[row] == OP_DELETE) & (number_at(offsets, row + 1) != number_at(offsets, row));
+    }
+    return !wrong;
+}
+
+/* Whether the seqnos of a run rise, and lie within it. */
+static int
+seqnos_sound(const char *seqnos, Py_ssize_t first, uint32_t count, uint64_t span)
+{
+    uint32_t before = 0;
+    for (uint32_t inside = 0; inside < count; inside++) {
+        uint32_t offset = number_at(seqnos, first + inside);
+        if (offset <= before || offset > span) {
+            return 0;
+        }
+        before = offset;
+    }
+    return 1;
+}
+
+/* Whether the runs, whose rows are those of the columns, ascend, and are numbered or not at all. */
+static int
+runs_sound(const Columns *columns, int numbered)
+{
+    int64_t before = -1;
+    Py_ssize_t row = 0;
+    for (Py_ssize_t at = 0; at < columns->run_count; at++) {
+        const char *run = columns->runs + at * RUN_BYTES;
+        uint32_t partition = number_at(run, 0), count = number_at(run + COUNT_AT, 0);
+        uint64_t seqnos[3];
+        memcpy(seqnos, run + START_AT, sizeof seqnos);
+        uint64_t start = seqnos[0], end = seqnos[1], horizon = seqnos[2];
+        if (partition >= PARTITIONS || partition <= before) {
+            return 0;
+        }
+        before = partition;
+        if (!numbered) {
+            if (count == 0 || start != 0 || end != 0) {
+                return 0;
+            }
+            continue;
+        }
+        if (end <= start || horizon < end || horizon > SEQNO_MAX || end - start > SPAN_MAX || count > end - start) {
+            return 0;
+        }
+        if (columns->seqnos == NULL ? count != 0 && count != end - start
+                                    : !seqnos_sound(columns->seqnos, row, count, end - start)) {
+            return 0;
+        }
+        row += count;
+    }
+    return 1;
+}
+
+PyDoc_STRVAR(sound_doc, "sound(numbered, runs, seqnos, op_codes, key_offsets, keys, value_offsets, values, times)\n--\n\n"
+                        "Return whether nothing is wrong with a block that has rows; its checksum is not looked at.");
+
+static PyObject *
+sound(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 9 || !PyBool_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "sound takes whether the block is numbered, its run table and seven columns");
+        return NULL;
+    }
+    int numbered = args[0] == Py_True;
+    Columns columns;
+    Py_ssize_t times, bytes = 0;
+    column_of(args[8], &times);
+    if (times < 0 || !columns_fit(args + 1, &columns) || columns.rows == 0 || columns.rows > BLOCK_ROWS_MAX
+        || (times != 0 && times != 8 * columns.rows)) {
+        Py_RETURN_FALSE;
+    }
+    for (int at = 2; at < 9; at++) {
+        bytes += PyBytes_GET_SIZE(args[at]);
+    }
+    int as_told = numbered || (columns.seqnos == NULL && times == 0 && columns.value_offsets != NULL);
+    if (bytes > COLUMNS_BYTES_MAX || !as_told || !runs_sound(&columns, numbered)
+        || !cells_sound(columns.key_offsets, NULL, columns.rows, columns.key_bytes, 1, KEY_BYTES_MAX)) {
+        Py_RETURN_FALSE;
+    }
+    return PyBool_FromLong(columns.value_offsets == NULL
+                               ? columns.value_bytes == 0
+                               : cells_sound(columns.value_offsets, columns.op_codes, columns.rows, columns.value_bytes, 0,
+                                             VALUE_BYTES_MAX));
+}
+
 static PyMethodDef methods[] = {
     {"columns", (PyCFunction)(void (*)(void))columns, METH_FASTCALL, columns_doc},
     {"items", (PyCFunction)(void (*)(void))items, METH_FASTCALL, items_doc},
@@ -875,6 +972,7 @@ static PyMethodDef methods[] = {
     {"packed", (PyCFunction)(void (*)(void))packed, METH_FASTCALL, packed_doc},
     {"rows", (PyCFunction)(void (*)(void))rows, METH_FASTCALL, rows_doc},
     {"size", size, METH_O, size_doc},
+    {"sound", (PyCFunction)(void (*)(void))sound, METH_FASTCALL, sound_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -36,3 +36,15 @@ def rows(
     /,
 ) -> list[T] | None: ...
 def size(rows: list[tuple[bytes, bytes | None]], /) -> int | None: ...
+def sound(
+    numbered: bool,
+    runs: bytes,
+    seqnos: bytes,
+    op_codes: bytes,
+    key_offsets: bytes,
+    keys: bytes,
+    value_offsets: bytes,
+    values: bytes,
+    times: bytes,
+    /,
+) -> bool: ...

@@ -63,7 +63,7 @@ def _compiled() -> Any:
     except ImportError:
         return None
     # One of another version, left by a build that is not this one's.
-    usable = hasattr(_rows, "packed") and not os.environ.get("UPR_PURE_PYTHON")
+    usable = hasattr(_rows, "sound") and not os.environ.get("UPR_PURE_PYTHON")
     return _rows if usable else None
 
 
@@ -244,7 +244,8 @@ def check_block(block: Block, *, numbered: bool = True) -> None:
             f"the block's columns have CRC32C {crc:08x}; must be {block.columns_crc:08x}",
             hint="the bytes were damaged on the way or the writer computes the CRC differently",
         )
-    if _is_sound(block, numbered=numbered):
+    look = None if COMPILED is None or block.further else COMPILED.sound
+    if look is not None and look(numbered, block.runs.tobytes(), *block.columns):
         return
     rows = _check_columns(block)
     _check_table(block.runs, rows)
@@ -252,39 +253,6 @@ def check_block(block: Block, *, numbered: bool = True) -> None:
         _check_numbers(block, rows)
     else:
         _check_unnumbered(block, rows)
-
-
-def _is_sound(block: Block, *, numbered: bool) -> bool:
-    """Return whether it has few rows, no columns besides the usual ones, and nothing wrong; looked at without arrays."""
-    rows = len(block.value_offsets) // 4 - 1
-    if not 0 < rows <= FEW_ROWS or block.seqnos or block.times or block.further:
-        return False
-    if not len(block.value_offsets) == len(block.key_offsets) == 4 * rows + 4:
-        return False
-    unpack, ops = _EDGES[rows].unpack, block.ops
-    keys, values = unpack(block.key_offsets), unpack(block.value_offsets)
-    key_lengths, value_lengths = ([b - a for a, b in pairwise(of)] for of in (keys, values))
-    total, before = 0, -1
-    for partition, count, start, end, horizon, _ in block.runs.tolist():
-        spans = count == end - start and end <= horizon <= SEQNO_MAX
-        if not (count and before < partition and (spans if numbered else start == end == 0)):
-            return False
-        total, before = total + count, partition
-    return (
-        (keys[0], keys[-1], values[0], values[-1]) == (0, len(block.keys), 0, len(block.values))
-        and KEY_BYTES_MIN <= min(key_lengths) <= max(key_lengths) <= KEY_BYTES_MAX
-        and 0 <= min(value_lengths) <= max(value_lengths) <= VALUE_BYTES_MAX
-        and block.column_bytes <= WRITE_BLOCK_BYTES_MAX
-        and total == rows
-        and before < PARTITIONS
-        and len(ops) in (0, rows)
-        and all(
-            [
-                op == OP_SET or (op == OP_DELETE and not size)
-                for op, size in zip(ops, value_lengths, strict=False)
-            ]
-        )
-    )
 
 
 def _check_columns(block: Block) -> int:

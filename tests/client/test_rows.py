@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ from upr_protocol.block import (
     blocks_of_pairs,
     build_block,
     build_blocks,
+    check_block,
     join_blocks,
     make_runs,
     pairs_bytes,
+    sealed,
 )
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import PARTITIONS, WRITE_BLOCK_BYTES_MAX
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = st.lists(
@@ -276,6 +279,101 @@ def test_what_is_joined_of_damaged_columns_is_what_the_reference_makes(
         assert made == (runs, *columns[1:])
 
 
+@st.composite
+def to_judge(draw: st.DrawFn) -> tuple[Block, bool]:
+    """A block with nothing wrong, and whether it is numbered."""
+    rows = draw(ROWS)
+    partitions = draw(st.lists(st.integers(0, 5), min_size=len(rows), max_size=len(rows)))
+    keys, values = [key for key, _ in rows], [value for _, value in rows]
+    block = build_block(keys, values, np.array(partitions, np.uint32))
+    if draw(st.booleans()):
+        return block, False
+    runs, gap = block.runs.copy(), draw(st.integers(0, 3))
+    runs["start_seqno"] = draw(st.integers(0, 2**48 - 1000))
+    runs["end_seqno"] = runs["start_seqno"] + runs["count"] * (gap + 1)
+    runs["horizon"] = runs["end_seqno"] + draw(st.integers(0, 9))
+    block = replace(block, runs=runs)
+    if gap or draw(st.booleans()):
+        offsets = [number * (gap + 1) for count in runs["count"] for number in range(1, count + 1)]
+        block = replace(block, seqnos=np.array(offsets, "<u4").tobytes())
+    if draw(st.booleans()):
+        block = replace(block, times=bytes(8 * len(rows)))
+    if draw(st.booleans()):
+        block = replace(block, value_offsets=b"", values=b"")
+    return block, True
+
+
+@unchanged
+@given(judged=to_judge(), data=st.data())
+def test_a_block_is_judged_as_by_the_reference(
+    module: Any, fast: None, judged: tuple[Block, bool], data: Any
+) -> None:
+    block, is_numbered = judged
+    assert module.sound(is_numbered, block.runs.tobytes(), *block.columns) is True
+    name = data.draw(st.sampled_from((*COLUMNS, "times", "runs")))
+    if name == "runs":
+        changed: Any = block.runs.copy()
+        field = data.draw(st.sampled_from(list(RUN.fields or ())))
+        number = st.sampled_from([0, 1, 2, 5, 1023, 1024, 2**31, 2**32 - 1])
+        changed[field][data.draw(st.integers(0, len(changed) - 1))] = data.draw(number)
+    else:
+        column = bytearray(getattr(block, name) or bytes(block.rows))
+        kind = data.draw(st.sampled_from(("shorter", "longer", "changed")))
+        if kind == "changed" and column:
+            column[data.draw(st.integers(0, len(column) - 1))] ^= data.draw(st.integers(1, 255))
+        elif kind == "shorter":
+            del column[data.draw(st.integers(0, len(column))) :]
+        else:
+            column += data.draw(st.binary(min_size=1, max_size=9))
+        changed = bytes(column)
+    lying = sealed(replace(block, **{name: changed}))
+
+    def judge() -> None:
+        check_block(lying, numbered=is_numbered)
+
+    wanted = reference(judge)
+    assert outcome(judge) == wanted
+    # Of a block without rows the reference decides.
+    sound = module.sound(is_numbered, lying.runs.tobytes(), *lying.columns)
+    assert sound is (wanted is None and lying.rows > 0)
+
+
+def test_a_block_is_judged_at_each_limit_as_by_the_reference(module: Any) -> None:
+    def of(key: int = 1, value: int = 0, rows: int = 1, **runs: int) -> Block:
+        table = {"partitions": 0, "starts": 0, "ends": rows, "horizons": rows, **runs}
+        offsets = [np.arange(rows + 1, dtype="<i4") * size for size in (key, value)]
+        columns = (
+            offsets[0].tobytes(),
+            bytes(key * rows),
+            offsets[1].tobytes(),
+            bytes(value * rows),
+        )
+        made = make_runs(**{of: [number] for of, number in table.items()}, counts=[rows])
+        return sealed(Block(made, b"", b"", *columns, b"", 0))
+
+    def wide(more: int) -> Block:
+        offsets = np.array([0, 20 * 2**20, WRITE_BLOCK_BYTES_MAX - 2 - 24 + more], "<i4")
+        values = bytes(int(offsets[-1]))
+        return sealed(replace(of(rows=2), value_offsets=offsets.tobytes(), values=values))
+
+    def spanning(span: int) -> Block:
+        block = of(ends=span, horizons=span)
+        return sealed(replace(block, seqnos=np.array([7], "<u4").tobytes()))
+
+    for inside, outside in (
+        (of(key=4096), of(key=4097)),
+        (of(value=20 * 2**20), of(value=20 * 2**20 + 1)),
+        (of(rows=2**18), of(rows=2**18 + 1)),
+        (of(partitions=1023), of(partitions=1024)),
+        (of(horizons=2**48 - 1), of(horizons=2**48)),
+        (wide(0), wide(1)),
+        (spanning(2**32 - 1), spanning(2**32)),
+    ):
+        for block, sound in ((inside, True), (outside, False)):
+            assert (reference(partial(check_block, block)) is None) is sound
+            assert module.sound(True, block.runs.tobytes(), *block.columns) is sound
+
+
 def test_rows_that_were_packed_or_refused_are_held_no_longer(module: Any) -> None:
     keys, values = [b"key-%d" % i for i in range(300)], [b"value-%d" % i for i in range(300)]
     counts = [sys.getrefcount(one) for one in (keys[0], values[0])]
@@ -316,6 +414,10 @@ def test_what_is_no_kind_of_tuple_or_no_column_is_refused(module: Any) -> None:
     for arguments in ((), ([], []), ((), True), ([], 1)):
         with pytest.raises(TypeError):
             module.joined(*arguments)
+    for arguments in ((True, *columns), (1, *columns, b"")):
+        with pytest.raises(TypeError):
+            module.sound(*arguments)
+    assert module.sound(True, *columns, memoryview(b"")) is False
     assert module.joined([], True) is module.joined([tuple(columns[1:])], True) is None
     for arguments in ((), ([b"k"], [b"v"])):
         with pytest.raises(TypeError):

@@ -362,11 +362,11 @@ def test_readers_begin_where_each_partition_goes_on() -> None:
     b = bucket()
     for number in range(3 * MARK_EVERY):
         # Of its own, so that it is an entry: partition 1 in all, 2 up to the middle, 3 in the last.
-        partitions = [1, *([2] * (number < 400)), *([3] * (number == 3 * MARK_EVERY - 1))]
+        of = [1, *([2] * (number < 400)), *([3] * (number == 3 * MARK_EVERY - 1))]
         rows = build_block(
-            [b"%d-%d" % (partition, number) for partition in partitions],
-            [bytes(SMALL_BYTES)] * len(partitions),
-            np.array(partitions, "u4"),
+            [b"%d-%d" % (partition, number) for partition in of],
+            [bytes(SMALL_BYTES)] * len(of),
+            np.array(of, "u4"),
         )
         b.write(rows, b"", None, 0, 1)
         commit(b)

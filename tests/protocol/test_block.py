@@ -305,7 +305,7 @@ def test_a_lying_block_is_refused(what: str, change: dict[str, Any], words: str)
     st.booleans(),
     st.data(),
 )
-def test_few_rows_are_built_and_judged_as_many_are(
+def test_few_rows_are_built_as_many_are_and_judged_as_in_python(
     rows: Rows, of_write: bool, chosen: bool, data: Any
 ) -> None:
     partitions = np.arange(len(rows), 0, -1, dtype=np.uint32) // 2 if chosen else None
@@ -341,7 +341,7 @@ def test_few_rows_are_built_and_judged_as_many_are(
         changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
         changed = bytes(changed)[: len(changed) - data.draw(st.integers(0, 1))]
     lying = sealed(replace(block, **{what: changed}))
-    with mock.patch("upr_protocol.block.FEW_ROWS", 0):
+    with mock.patch("upr_protocol.block.COMPILED", None):
         expected = verdict(lying)
     assert verdict(lying) == expected
 
