@@ -866,7 +866,7 @@ joined(PyObject *module, PyObject *const *args, Py_ssize_t count)
 }
 
 /* As in limits.py. */
-enum { BLOCK_ROWS_MAX = 1 << 18, COLUMNS_BYTES_MAX = (24 << 20) - (64 << 10) };
+enum { COLUMNS_BYTES_MAX = (24 << 20) - (64 << 10) };
 static const uint64_t SPAN_MAX = UINT32_MAX, SEQNO_MAX = (UINT64_C(1) << 48) - 1;
 
 /* Whether cells, whose offsets fit, have lengths that are allowed, a delete's none, and are all of their data. */

@@ -365,9 +365,11 @@ class Tail:
         At most MARK_EVERY entries and a window too early; readers skip runs that end at or below their seqno. A number may
         come again.
         """
+        # First, as this puts the newest rows into an entry.
+        end = self.end
         read = seqnos >= self._high[partitions]
         if read.any():
-            yield self.end, partitions[read]
+            yield end, partitions[read]
         # By halving, all at once: most readers have read as far in all partitions.
         halves = [(0, len(self._marks), np.flatnonzero(~read))]
         while halves:
