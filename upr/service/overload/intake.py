@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -190,21 +191,26 @@ class Intake:
             InvalidArgumentError: it has more than ``limit`` bytes, or was not there within OPEN_SECONDS.
             TooManyError: too much was arriving.
         """
+        loop = asyncio.get_running_loop()
         reading = asyncio.ensure_future(context.read())
-        shed = asyncio.get_running_loop().create_future()
+        over: asyncio.Future[bool] = loop.create_future()
 
-        def end() -> None:
-            if not shed.done():
-                shed.set_result(None)
+        def end(shed: bool) -> None:
+            if not over.done():
+                over.set_result(shed)
 
-        arriving = self.expect(context, end)
+        # asyncio.wait does more, which short calls would notice.
+        reading.add_done_callback(lambda _: end(False))
+        timer = loop.call_later(OPEN_SECONDS, end, False)
+        arriving = self.expect(context, partial(end, True))
         try:
-            await asyncio.wait({reading, shed}, timeout=OPEN_SECONDS, return_when="FIRST_COMPLETED")
+            shed = await over
         finally:
+            timer.cancel()
             arriving.close()
             if not reading.done():
                 leave(reading)
-        if shed.done():
+        if shed:
             raise shed_error()
         if not reading.done():
             raise InvalidArgumentError(
