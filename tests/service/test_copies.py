@@ -19,6 +19,7 @@ from upr.service.buckets.catalog import Catalog
 from upr.service.key_value import KeyValueMethods
 from upr.service.overload.intake import Intake
 from upr.storage.journal import Commit
+from upr_protocol.errors import StorageFailedError
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -139,6 +140,41 @@ async def test_what_is_not_durable_in_time_is_unknown_too(
         written.set()
     assert told.refused.reason == "UNKNOWN_OUTCOME"
     assert "was not durable within" in told.refused.message
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("why", ["late", "failed", "stepped down"])
+async def test_what_no_commit_will_make_durable_is_told_at_once_of_all_writes(
+    world: World, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(key_value, "SLOW_SECONDS", 0.02 if why == "late" else WAIT_SECONDS)
+    if why == "late":
+        monkeypatch.setattr(key_value, "WRITE_OUTCOME_SECONDS", 0.05)
+    journal, written = world.host.disk.journal, threading.Event()
+    append = journal.append
+
+    def append_late(commit: Commit) -> int:
+        written.wait(WAIT_SECONDS)
+        return append(commit)
+
+    monkeypatch.setattr(journal, "append", append_late)
+    call = await world.call()
+    for number in range(1, 9):
+        call.send(number, rows(b"%d" % number), previous=number - 1)
+    await until(lambda: int(world.host.bucket.partitions.high.sum()) == 8)
+    try:
+        await pass_turns()
+        if why == "failed":
+            world.host.fail(StorageFailedError("the disk is gone"))
+        elif why == "stepped down":
+            written.set()
+            await world.host.step_down(fenced=True)
+        if why == "late":
+            monkeypatch.setattr(key_value, "SLOW_SECONDS", WAIT_SECONDS)
+        told = [await answer(call) for _ in range(8)]
+    finally:
+        written.set()
+    assert [one.refused.reason for one in told] == ["UNKNOWN_OUTCOME"] * 8
 
 
 @pytest.mark.asyncio

@@ -622,14 +622,22 @@ class _WriteCall:
         """Have the oldest write answered: at the next change of the disk if it waits for that, else at once."""
         if self._idle is None:
             return
-        pending = self._pending[0]
-        if pending.copies > 0 or self._is_durable(pending):
+        if not self._awaits_commit(self._pending[0]):
             self._go_on()
             return
         self._host.disk.at_next_change(self._idle)
         if self._timer is None:
             # For many writes together: a timer for each costs more than all else of its waiting.
             self._timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._is_slow)
+
+    def _awaits_commit(self, pending: _Pending) -> bool:
+        """Return whether a write waits for the journal and nothing else, and what ends that is still to come."""
+        disk, bucket = self._host.disk, self._host.bucket
+        if pending.copies > 0 or self._is_durable(pending) or not self._host.may_answer:
+            return False
+        if disk.gone is not None or bucket.failure is not None:
+            return False
+        return pending.deadline - asyncio.get_running_loop().time() > SLOW_SECONDS
 
     def _is_slow(self) -> None:
         self._timer = None
