@@ -392,6 +392,23 @@ async def test_a_place_goes_to_the_first_who_still_waits() -> None:
     assert not await places.try_take()
 
 
+@pytest.mark.asyncio
+async def test_who_waits_no_more_for_a_place_leaves_nothing_behind() -> None:
+    places = AsyncSemaphore(1)
+    await places.take()
+    for _ in range(3):
+        waiting = asyncio.create_task(places.take())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    closed = places.take()
+    closed.send(None)
+    closed.close()
+    assert not places._waiting
+    places.give_back()
+    assert await places.try_take()
+
+
 def of_events() -> tuple[Callable[[], object], Callable[[], object]]:
     event = Event()
     return lambda: event.wait(0), event.set

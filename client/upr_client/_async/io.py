@@ -118,8 +118,10 @@ class Semaphore:
         self._waiting.append(place)
         try:
             await place
-        except Cancelled:
-            if not place.cancelled():
+        except BaseException:
+            if place in self._waiting:
+                self._waiting.remove(place)
+            elif not place.cancelled():
                 self.give_back()
             raise
 
