@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+import uvloop
 
 from upr.service.overload.callers import Turns
 
@@ -46,6 +47,28 @@ async def test_one_that_gives_up_holds_up_nobody() -> None:
     first.cancel()
     async with asyncio.timeout(20):
         await second
+
+
+async def test_a_short_wait_for_a_turn_does_not_keep_the_loop_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits, sleep = 0, asyncio.sleep
+
+    async def counted(seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        await sleep(seconds)
+
+    async def take() -> None:
+        turns = Turns()
+        for _ in range(20):
+            turns.charge(0.0004)
+            await turns.turn()
+
+    monkeypatch.setattr(asyncio, "sleep", counted)
+    # In a thread, because this test has a loop.
+    await asyncio.to_thread(uvloop.run, take())
+    assert waits <= 2 * 20
 
 
 pytestmark = pytest.mark.asyncio

@@ -59,8 +59,9 @@ class Turns:
                 left = self._free_at - loop.time()
                 if left <= 0:
                     return
-                # Look again: another charge may have come meanwhile.
-                await asyncio.sleep(left)
+                # Look again: another charge may have come meanwhile. uvloop waits for whole milliseconds, and not at all for less
+                # than half of one.
+                await asyncio.sleep(max(left, 0.001))
 
     def charge(self, seconds: float) -> None:
         """Charge loop time that a request has used."""
