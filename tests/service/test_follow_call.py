@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -173,6 +174,28 @@ async def test_an_idle_server_asks_before_it_gives_a_silent_consumer_up(
     assert set(kinds[1:-1]) == {"heartbeat"}
     transport.half_close()
     await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_call_goes_on_where_timers_do_not_say_when_they_are_due(
+    methods: ChangeStreamMethods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    call_at = loop.call_at
+
+    def timeless(*given: Any, **context: Any) -> Any:
+        # As uvloop's timer that is due at once.
+        return SimpleNamespace(cancel=call_at(*given, **context).cancel, _source_traceback=None)
+
+    monkeypatch.setattr(loop, "call_at", timeless)
+    transport = Transport()
+    call = begin(methods, transport)
+    for asked in range(1, 4):
+        transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=7)]))
+        await pass_turns()
+        assert not call.done()
+        assert sum(m.HasField("start_answers") for m in transport.told) == asked
+    await stop(call)
 
 
 @pytest.mark.asyncio

@@ -10,6 +10,7 @@ from asyncio.subprocess import PIPE
 
 import grpc
 import pytest
+import uvloop
 
 from tests.conftest import StartServer
 from tests.harness import pass_turns, poll
@@ -70,6 +71,19 @@ def test_one_message_may_exceed_the_room_and_the_others_wait_in_order() -> None:
     assert room.join(third.sender)
     room.hold(third.sender, 1)
     assert first.told == ["wake"], "there is room for one more"
+
+
+def test_who_was_slow_before_anybody_waited_is_ended_when_two_come_at_once() -> None:
+    async def join() -> None:
+        room, slow = SendingRoom(), Call()
+        room.hold(slow.sender, SENDING_BYTES, sending=True)
+        slow.sender.deadline = asyncio.get_running_loop().time()
+        assert not room.join(Call().sender)
+        assert not room.join(Call().sender)
+        async with asyncio.timeout(SILENT):
+            await slow.ended.wait()
+
+    uvloop.run(join())
 
 
 def test_who_is_busy_otherwise_holds_nobody_up() -> None:

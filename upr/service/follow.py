@@ -93,6 +93,8 @@ class FollowCall:
         self._liveness = liveness
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        # When the timer is due. Not asked of it: uvloop's has no time if it is due at once.
+        self._due = math.inf
         self._sending = Sender(self._wake.set, self._end_slow)
         self._sent = asyncio.Event()
         self._half_closed = False
@@ -379,13 +381,14 @@ class FollowCall:
         """Wait until a message may be ready, or a heartbeat is due."""
         due = self._liveness.next_deadline()
         # Left where it is when that moves away: a timer for each frame costs more than the waiting.
-        if self._timer is None or self._timer.when() > due:
+        if due < self._due:
             self._stop_timer()
+            self._due = due
             self._timer = loop.call_at(max(due, loop.time() + 0.001), self._is_due)
         await self._wake.wait()
 
     def _is_due(self) -> None:
-        self._timer = None
+        self._due = math.inf
         self._wake.set()
 
     def _stop_timer(self) -> None:
