@@ -1,11 +1,15 @@
 """The pace of small frames: rounds that come less often under load, and more often again when it is gone."""
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness import WAIT_SECONDS
+from upr.service.overload import frame_rounds
 from upr.service.overload.frame_rounds import SHARE, TIMER_SECONDS, Pace, Rounds
 from upr_protocol.limits import ROUND_SECONDS_MAX
 
@@ -81,9 +85,9 @@ async def test_those_who_wait_are_woken_together_and_may_all_send(
     assert rounds.join(others[0].set), "the round lasts until all who are awake have sent"
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    loop, now = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-    # The round begins when all have asked, however slow the machine is.
-    monkeypatch.setattr(loop, "time", lambda: now)
+    # However slow the machine is, all ask in time.
+    now = time.monotonic()
+    monkeypatch.setattr(frame_rounds, "time", SimpleNamespace(monotonic=lambda: now))
     rounds.pace.begin(now, waited=False)
     rounds.pace.interval = 0.02
     woken: list[tuple[int, bool]] = []
@@ -94,10 +98,6 @@ async def test_those_who_wait_are_woken_together_and_may_all_send(
         await others[number].wait()
         woken.append((number, rounds.join(others[number].set)))
 
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(5):
-            tasks.create_task(follow(number))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        now += 0.03
+    async with asyncio.timeout(WAIT_SECONDS):
+        await asyncio.gather(*map(follow, range(5)))
     assert woken == [(number, True) for number in range(5)]
