@@ -346,6 +346,8 @@ class Group:
     ) -> None:
         starts, ends, ids = np.zeros((3, PARTITIONS), np.uint64)
         applied = np.zeros(PARTITIONS, np.bool_)
+        # A server may say anything: an error here would leave all callers waiting.
+        runs = runs[:, runs[0] < PARTITIONS]
         at = runs[0].astype(np.int64)
         applied[at], (starts[at], ends[at], ids[at]) = True, runs[1:]
         for bundle in cast("list[Bundle]", self.callers):

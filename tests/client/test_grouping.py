@@ -34,6 +34,7 @@ from upr_client.errors import (
     NoRoomError,
     PartitionNotActiveError,
     PartlyWrittenError,
+    ProtocolError,
     StorageFailedError,
     UnknownOutcomeError,
     UprError,
@@ -47,6 +48,7 @@ from upr_protocol.limits import (
     GROUP_ROWS_MAX,
     JOINED_BYTES_MAX,
     JOINED_SMALL_BYTES,
+    PARTITIONS,
     WRITES_IN_FLIGHT_MAX,
 )
 from upr_protocol.partitioning import partition_of
@@ -108,6 +110,25 @@ async def free_room(writer: AsyncBlockWriter) -> tuple[int, int]:
 
 def went(partition: int, seqno: int = 1) -> WriteResult:
     return WriteResult(partition, seqno, ID_A, VERSION)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_bundle", [False, True])
+@pytest.mark.parametrize(
+    ("partition", "more", "why"),
+    [(A, b"x", UnknownOutcomeError), (PARTITIONS, b"", ProtocolError)],
+)
+async def test_an_answer_that_makes_no_sense_leaves_nobody_waiting(
+    is_bundle: bool, partition: int, more: bytes, why: type[UprError]
+) -> None:
+    answer = applied(1, (partition, 0, 1))
+    answer.message.result.runs += more
+    script = [Expect("open"), write_opened(), Expect("write"), answer, HalfClosed()]
+    async with serve(write=[script]) as server, AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        write = bucket.write_many([(b"a", b"v")]) if is_bundle else bucket.set(b"a", b"v")
+        with pytest.raises(why):
+            await asyncio.wait_for(write, 10)
 
 
 @pytest.mark.asyncio

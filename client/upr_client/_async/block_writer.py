@@ -37,6 +37,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.limits import GATHERED_ROWS_MAX, QUIET_SECONDS, WRITES_IN_FLIGHT_MAX
+from upr_protocol.wire.codec import decode_runs
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
@@ -488,6 +489,8 @@ class AsyncBlockWriter:
                 UnavailableError(f"the server answered write {result.number} out of turn")
             )
             return
+        # First: of a table that cannot be read the outcome stays unknown.
+        has_runs = len(decode_runs(result.runs)) > 0
         order, write = self._expected.popleft()
         if result.HasField("refused") and not result.refused_partitions:
             self._on_refused(order, write, error_of(result.refused))
@@ -498,7 +501,7 @@ class AsyncBlockWriter:
             for earlier, other in list(self._pending.items()):
                 if earlier < order and other.refused is not None:
                     self._finish(earlier, other.refused)
-        if result.runs:
+        if has_runs:
             write.results.append(result)
         again = [one for one in result.refused_partitions if one.problem.retriable]
         failed = [one for one in result.refused_partitions if not one.problem.retriable]
