@@ -13,7 +13,7 @@ from typing import Final
 
 from upr_protocol.limits import ROUND_SECONDS_MAX
 
-SHARE: Final = 8
+SHARE: Final = 4
 """The next round begins this many times a round's duration after it began. In that time frames are handed to gRPC, which
 then works for about as long; a client on the same machine takes several times as much for a frame."""
 TIMER_SECONDS: Final = 0.001
