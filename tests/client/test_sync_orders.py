@@ -281,7 +281,7 @@ def writes(
             ready.set()
             for write in queued:
                 try:
-                    outcomes.append(write.result()[0][2])
+                    outcomes.append(int(write.result()[2, 0]))
                 except UprError as error:
                     outcomes.append(error)
 
