@@ -1,11 +1,9 @@
 """Fixtures of tests of the server: buckets without one around them, and one that serves HTTP."""
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from tests.harness import RunningServer
 from tests.service.pages import http_of
@@ -13,11 +11,6 @@ from tests.storage.closed import Closed
 from upr.config import ServerConfig
 from upr.service.buckets.catalog import Catalog, create_bucket
 from upr.storage.directory import DataDirectory
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The server's event loop, also where a test serves in its own process."""
-    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture
