@@ -68,7 +68,7 @@ def _compiled() -> Any:
 
 
 COMPILED: Final = _compiled()
-"""What does the same as functions in Python, which are its reference, in less time. What is out of the ordinary it leaves to them."""
+"""Compiled twins of functions in Python, which are their reference; what is out of the ordinary they leave to them."""
 
 Runs = npt.NDArray[np.void]
 U32 = npt.NDArray[np.uint32]

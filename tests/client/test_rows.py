@@ -254,6 +254,19 @@ def test_blocks_are_joined_as_by_the_reference(
     assert module.joined(told, dated) is not None
 
 
+def damaged(data: st.DataObject, raw: bytes) -> bytes:
+    """Return a column that is shorter or longer, or has another byte."""
+    column = bytearray(raw)
+    kind = data.draw(st.sampled_from(("shorter", "longer", "changed")))
+    if kind == "changed" and column:
+        column[data.draw(st.integers(0, len(column) - 1))] ^= data.draw(st.integers(1, 255))
+    elif kind == "shorter":
+        del column[data.draw(st.integers(0, len(column))) :]
+    else:
+        column += data.draw(st.binary(min_size=1, max_size=9))
+    return bytes(column)
+
+
 @unchanged
 @given(found=to_join(), data=st.data())
 def test_what_is_joined_of_damaged_columns_is_what_the_reference_makes(
@@ -262,15 +275,7 @@ def test_what_is_joined_of_damaged_columns_is_what_the_reference_makes(
     told = [[block.runs.tobytes(), *(getattr(block, name) for name in COLUMNS)] for block in found]
     for _ in range(data.draw(st.integers(1, 3))):
         block, at = data.draw(st.sampled_from(told)), data.draw(st.integers(0, 6))
-        column = bytearray(block[at])
-        kind = data.draw(st.sampled_from(("shorter", "longer", "changed")))
-        if kind == "changed" and column:
-            column[data.draw(st.integers(0, len(column) - 1))] ^= data.draw(st.integers(1, 255))
-        elif kind == "shorter":
-            del column[data.draw(st.integers(0, len(column))) :]
-        else:
-            column += data.draw(st.binary(min_size=1, max_size=9))
-        block[at] = bytes(column)
+        block[at] = damaged(data, block[at])
     made = module.joined([tuple(block) for block in told], False)
     if made is not None:
         blocks = [
@@ -321,15 +326,7 @@ def test_a_block_is_judged_as_by_the_reference(
         number = st.sampled_from([0, 1, 2, 5, 1023, 1024, 2**31, 2**32 - 1])
         changed[field][data.draw(st.integers(0, len(changed) - 1))] = data.draw(number)
     else:
-        column = bytearray(getattr(block, name) or bytes(block.rows))
-        kind = data.draw(st.sampled_from(("shorter", "longer", "changed")))
-        if kind == "changed" and column:
-            column[data.draw(st.integers(0, len(column) - 1))] ^= data.draw(st.integers(1, 255))
-        elif kind == "shorter":
-            del column[data.draw(st.integers(0, len(column))) :]
-        else:
-            column += data.draw(st.binary(min_size=1, max_size=9))
-        changed = bytes(column)
+        changed = damaged(data, getattr(block, name) or bytes(block.rows))
     lying = sealed(replace(block, **{name: changed}))
 
     def judge() -> None:

@@ -118,12 +118,8 @@ async def test_what_is_not_acknowledged_in_time_is_unknown(
     assert not again.HasField("refused")
 
 
-@pytest.mark.asyncio
-async def test_what_is_not_durable_in_time_is_unknown_too(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(key_value, "SLOW_SECONDS", 0.02)
-    monkeypatch.setattr(key_value, "WRITE_OUTCOME_SECONDS", 0.05)
+def held_journal(world: World, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have the journal wait before each commit until the event is set."""
     journal, written = world.host.disk.journal, threading.Event()
     append = journal.append
 
@@ -132,6 +128,16 @@ async def test_what_is_not_durable_in_time_is_unknown_too(
         return append(commit)
 
     monkeypatch.setattr(journal, "append", append_late)
+    return written
+
+
+@pytest.mark.asyncio
+async def test_what_is_not_durable_in_time_is_unknown_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_value, "SLOW_SECONDS", 0.02)
+    monkeypatch.setattr(key_value, "WRITE_OUTCOME_SECONDS", 0.05)
+    written = held_journal(world, monkeypatch)
     call = await world.call()
     call.send(1, rows(b"k"))
     try:
@@ -150,14 +156,7 @@ async def test_what_no_commit_will_make_durable_is_told_at_once_of_all_writes(
     monkeypatch.setattr(key_value, "SLOW_SECONDS", 0.02 if why == "late" else WAIT_SECONDS)
     if why == "late":
         monkeypatch.setattr(key_value, "WRITE_OUTCOME_SECONDS", 0.05)
-    journal, written = world.host.disk.journal, threading.Event()
-    append = journal.append
-
-    def append_late(commit: Commit) -> int:
-        written.wait(WAIT_SECONDS)
-        return append(commit)
-
-    monkeypatch.setattr(journal, "append", append_late)
+    written = held_journal(world, monkeypatch)
     call = await world.call()
     for number in range(1, 9):
         call.send(number, rows(b"%d" % number), previous=number - 1)

@@ -106,11 +106,11 @@ def purge_of(seqnos: U64, free: npt.NDArray[np.bool_]) -> Purge:
 
 CHUNK_BYTES = 8 * 2**20
 CHUNK_ROWS = 2**17
-"""What a chunk takes beside its bytes, in arrays and while it is made, goes by its rows."""
+"""Rows of a chunk: by them goes what it takes beside its bytes, in arrays and while it is made."""
 SLICE_BYTES = 8 * 2**20
 SLICE_PARTITIONS = 128
 ALIKE_FRACTION = 0.1
-"""Where more of the rows repeat a hash all keys are compared, because to choose those that must be would cost more."""
+"""Share of rows that repeat a hash above which all keys are compared: to choose those that must be would cost more."""
 
 
 @dataclass(slots=True)

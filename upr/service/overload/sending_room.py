@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from upr_protocol.limits import SENDING_BYTES, SENDING_BYTES_A_SECOND, SENDING_SECONDS
 
 STANDSTILL_SECONDS = 1.0
-"""How late a timer of the event loop is when the process, or the machine, stood still."""
+"""Delay of a timer of the event loop from which on the process, or the machine, stood still."""
 
 
 @dataclass(slots=True, eq=False)
