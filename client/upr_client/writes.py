@@ -30,6 +30,7 @@ from upr_protocol.failover import WriteToken
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     BLOCK_ROWS_MAX,
+    GROUP_HALVES_ROWS,
     GROUP_ROWS_MAX,
     JOINED_SMALL_BYTES,
     PARTITIONS,
@@ -230,6 +231,11 @@ class Row:
     tell: Callable[[], None]
     outcome: WriteResult | UprError | None = None
 
+    @property
+    def size(self) -> int:
+        """Return its bytes in the columns of a block."""
+        return len(self.key) + len(self.value or b"") + ROW_BYTES
+
 
 @dataclass(slots=True)
 class Bundle:
@@ -244,8 +250,8 @@ class Bundle:
     outcome: Applied | UprError | None = None
 
     @property
-    def bytes(self) -> int:
-        """Return what it takes at most in the columns of a block with others."""
+    def size(self) -> int:
+        """Return its bytes in the columns of a block with others, at most."""
         block = self.block
         return len(block.keys) + len(block.values) + ROW_BYTES * block.rows
 
@@ -269,17 +275,8 @@ class Kind(NamedTuple):
         """Return whether it is of bundles, else of single rows."""
         return self.most > 0
 
-    @property
-    def at_once(self) -> int:
-        """Return how many groups may be under way before the next one waits for more to join it.
 
-        A message costs much the same whatever is in it: a second one of single rows would only make both late. The
-        next group of bundles takes so long to build that the server would wait.
-        """
-        return 2 if self.bundles else 1
-
-
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Group:
     """Rows, or bundles, of one kind that go out in one Write.
 
@@ -292,11 +289,14 @@ class Group:
     bytes: int = 0
     callers: list[Row | Bundle] = field(default_factory=list)
 
-    def halves(self) -> tuple["Group", "Group"]:
-        """Return two groups with half of it each, in order."""
-        at = len(self.callers) // 2
-        first, second = self.callers[:at], self.callers[at:]
-        return Group(self.number, self.kind, 0, first), Group(self.number, self.kind, 0, second)
+    def split(self, count: int) -> tuple["Group", "Group"]:
+        """Return a group of its first so many callers, and one of the others."""
+        first, rest = self.callers[:count], self.callers[count:]
+        size = sum(caller.size for caller in first)
+        return (
+            Group(self.number, self.kind, size, first),
+            Group(self.number, self.kind, self.bytes - size, rest),
+        )
 
     def request(self) -> kv_pb2.WriteRequest:
         """Return the Write of its rows, in their order within each partition."""
@@ -411,7 +411,7 @@ class Gathering:
     def add_bundle(self, bundle: Bundle, durability: types_pb2.Durability.ValueType) -> None:
         """Put a bundle of at most BLOCK_COLUMN_BYTES behind all that waits."""
         ops = bundle.block.ops
-        size = bundle.bytes
+        size = bundle.size
         # A server that is late has large writes take turns: small ones must not become one of them.
         most = JOINED_SMALL_BYTES if size < JOINED_SMALL_BYTES else BLOCK_COLUMN_BYTES
         kind = Kind(durability, bool(ops) and OP_SET not in ops, most)
@@ -426,8 +426,7 @@ class Gathering:
 
     def add(self, row: Row, durability: types_pb2.Durability.ValueType) -> None:
         """Put a row into the newest group of its kind, or a new one if that is full, or in front of the key's last or of a bundle."""
-        key, value = row.key, row.value
-        size = len(key) + len(value or b"") + ROW_BYTES
+        key, value, size = row.key, row.value, row.size
         group = self._newest.get((durability, value is None, 0))
         if (
             group is None
@@ -444,25 +443,51 @@ class Gathering:
         group.bytes += size
         self._last[key] = group.number
 
-    def take(self, under_way: Sequence[Kind] = ()) -> Group | None:
-        """Return the group that is to go out next; None for none, or if it may grow while others of its kind are under way."""
+    def take(self, under_way: Sequence[Group] | None = None) -> Group | None:
+        """Return the group that is to go out next; None for none, or if it may grow while others of its kind are under way.
+
+        Args:
+            under_way: the groups that are unanswered; None if nothing may wait.
+        """
         if not self._groups:
             return None
-        kind = self._groups[0].kind
+        group = self._groups[0]
+        kind = group.kind
         behind = self._groups[1].kind if len(self._groups) > 1 else None
         # One that nothing can join any more would wait in vain.
         grows = behind is None or not (kind.bundles or behind.bundles)
-        if grows and under_way.count(kind) >= kind.at_once:
-            return None
-        group = self._groups.popleft()
-        if kind.bundles:
-            return group
-        if self._newest.get(kind) is group:
-            del self._newest[kind]
+        if under_way is not None and grows:
+            counts = [len(one.callers) for one in under_way if one.kind == kind]
+            callers = len(group.callers) + sum(counts)
+            # A message costs much the same whatever is in it: of a few rows a second one would only make both late.
+            # Many take so long to build that the server would wait: one half is built while it has the other.
+            at_once = 2 if kind.bundles or callers >= GROUP_HALVES_ROWS else 1
+            if len(counts) >= at_once:
+                return None
+            half = (callers + 1) // 2
+            if at_once > 1 and half < len(group.callers):
+                return self._first_of(group, half)
+        self._groups.popleft()
+        if not kind.bundles:
+            if self._newest.get(kind) is group:
+                del self._newest[kind]
+            self._forget(group)
+        return group
+
+    def _first_of(self, group: Group, count: int) -> Group:
+        """Take the first so many of the group in front out of it."""
+        first, rest = group.split(count)
+        group.callers, group.bytes = rest.callers, rest.bytes
+        if not group.kind.bundles:
+            self._forget(first)
+            for row in cast("list[Row]", group.callers):
+                self._last.setdefault(row.key, group.number)
+        return first
+
+    def _forget(self, group: Group) -> None:
         for row in cast("list[Row]", group.callers):
             if self._last.get(row.key) == group.number:
                 del self._last[row.key]
-        return group
 
 
 Rows = list[tuple[bytes, bytes | None]]

@@ -128,6 +128,8 @@ WRITES_IN_FLIGHT_MAX: Final = 64
 GROUP_ROWS_MAX: Final = 4096
 """Single writes of one bucket object go together in groups of so many rows, and BLOCK_COLUMN_BYTES or one row, while a
 group of their kind is under way."""
+GROUP_HALVES_ROWS: Final = 96
+"""From so many unanswered single writes of a kind on, half of them go while the server has the others."""
 JOINED_BYTES_MAX: Final = BLOCK_COLUMN_BYTES // 2
 """Rows of a ``write_many`` of up to so many bytes go together with those of others."""
 JOINED_SMALL_BYTES: Final = 16 * 2**10

@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from tests.client.scripted import (
     write_refused,
 )
 from tests.harness import pass_turns
-from upr_client import AsyncClient
+from upr_client import AsyncClient, writes
 from upr_client._async import block_writer as writer_module
 from upr_client._async.block_writer import AsyncBlockWriter
 from upr_client._async.io import Background
@@ -45,6 +46,7 @@ from upr_protocol.block import block_keys, block_values, build_block, make_runs
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     GATHERED_ROWS_MAX,
+    GROUP_HALVES_ROWS,
     GROUP_ROWS_MAX,
     JOINED_BYTES_MAX,
     JOINED_SMALL_BYTES,
@@ -246,7 +248,8 @@ async def test_rows_wait_for_room_and_whoever_is_cancelled_then_is_not_written(
 ) -> None:
     """A cancelled one that was taken keeps its room: else there is no bound while the server is slow."""
     monkeypatch.setattr(writer_module, "GATHERED_ROWS_MAX", 3)
-    script = [*BEGIN, applied(3, (C, 0, 1)), Expect("write"), applied(4, (E, 0, 1)), HalfClosed()]
+    parts = sorted([(C, 0, 1), (E, 0, 1)])
+    script: list[Step] = [*BEGIN, applied(3, *parts), HalfClosed()]
 
     def cancelled(tasks: list[asyncio.Task[WriteResult]]) -> None:
         tasks[2].cancel()
@@ -255,7 +258,7 @@ async def test_rows_wait_for_room_and_whoever_is_cancelled_then_is_not_written(
     told, rows = await outcomes([script], beside=cancelled)
     assert [type(one) for one in told[2:4]] == [asyncio.CancelledError] * 2
     assert [*told[:2], told[4]] == [went(A), went(B), went(E)]
-    assert rows == [[1, 1, 1, 1]]
+    assert rows == [[1, 1, 2]]
 
 
 @pytest.mark.asyncio
@@ -390,7 +393,8 @@ async def test_what_the_window_does_not_take_before_closing_is_not_told_as_unkno
 KEY = st.sampled_from(KEYS)
 ONE = st.tuples(KEY, st.sampled_from([None, 1, 2**18, 2**20, 2**21]))
 SEVERAL = st.lists(st.tuples(KEY, st.sampled_from([None, 1, 2**17])), min_size=1, max_size=4)
-CALLS = st.lists(st.tuples(ONE | SEVERAL, st.booleans()), max_size=40)
+CALLS = st.lists(st.tuples(ONE | SEVERAL, st.booleans(), st.integers(0, 2)), max_size=40)
+"""What is begun, whether to be durable, and of how many groups the answer has come before the next are taken."""
 Sized = tuple[bytes, int | None]
 
 
@@ -409,26 +413,16 @@ def bundle_of(rows: list[Sized]) -> Bundle:
 
 @given(CALLS)
 def test_groups_have_one_kind_and_their_bounds_and_keep_the_order_of_each_key(
-    drawn: list[tuple[Sized | list[Sized], bool]],
+    drawn: list[tuple[Sized | list[Sized], bool, int]],
 ) -> None:
     gathering = Gathering()
     begun: dict[bytes, list[int]] = defaultdict(list)
-    calls: dict[int, tuple[int, Row | Bundle, bool]] = {}
-    for number, (asked, durable) in enumerate(drawn):
-        durability = DISK if durable else MEMORY
-        if isinstance(asked, list):
-            bundle = bundle_of(asked)
-            gathering.add_bundle(bundle, durability)
-            calls[id(bundle)] = (number, bundle, durable)
-        else:
-            row = Row(asked[0], None if asked[1] is None else bytes(asked[1]), lambda: None)
-            gathering.add(row, durability)
-            calls[id(row)] = (number, row, durable)
-        for key, _ in asked if isinstance(asked, list) else [asked]:
-            begun[key].append(number)
     sent: dict[bytes, list[int]] = defaultdict(list)
-    while (group := gathering.take()) is not None:
+    calls: dict[int, tuple[int, Row | Bundle, bool]] = {}
+
+    def took(group: Group) -> None:
         assert group.bytes <= BLOCK_COLUMN_BYTES or len(group.callers) == 1
+        assert group.bytes == sum(call.size for call in group.callers)
         for call in group.callers:
             number, _, durable = calls[id(call)]
             if isinstance(call, Row):
@@ -440,11 +434,62 @@ def test_groups_have_one_kind_and_their_bounds_and_keep_the_order_of_each_key(
             assert group.kind.bundles == isinstance(call, Bundle)
             if isinstance(call, Bundle):
                 # A small one is in no large message.
-                assert (call.bytes < JOINED_SMALL_BYTES) == (group.bytes <= JOINED_SMALL_BYTES)
+                assert (call.size < JOINED_SMALL_BYTES) == (group.bytes <= JOINED_SMALL_BYTES)
             for key in keys:
                 sent[key].append(number)
+
+    under_way: list[Group] = []
+    with mock.patch.object(writes, "GROUP_HALVES_ROWS", 3):
+        for number, (asked, durable, answers) in enumerate(drawn):
+            durability = DISK if durable else MEMORY
+            if isinstance(asked, list):
+                bundle = bundle_of(asked)
+                gathering.add_bundle(bundle, durability)
+                calls[id(bundle)] = (number, bundle, durable)
+            else:
+                row = Row(asked[0], None if asked[1] is None else bytes(asked[1]), lambda: None)
+                gathering.add(row, durability)
+                calls[id(row)] = (number, row, durable)
+            for key, _ in asked if isinstance(asked, list) else [asked]:
+                begun[key].append(number)
+            del under_way[:answers]
+            while answers and (group := gathering.take(under_way)) is not None:
+                took(group)
+                under_way.append(group)
+    while (group := gathering.take()) is not None:
+        took(group)
     assert sent == begun
     assert gathering._last == {}
+
+
+@pytest.mark.parametrize("is_bundle", [False, True])
+def test_many_go_in_two_halves_one_of_which_is_made_while_the_server_has_the_other(
+    is_bundle: bool,
+) -> None:
+    gathering = Gathering()
+
+    def begin(count: int) -> None:
+        for _ in range(count):
+            if is_bundle:
+                gathering.add_bundle(bundle_of([(b"a", 1)]), DISK)
+            else:
+                gathering.add(Row(b"a", b"v", lambda: None), DISK)
+
+    def take(under_way: list[Group]) -> Group:
+        group = gathering.take(under_way)
+        assert group is not None
+        return group
+
+    begin(GROUP_HALVES_ROWS)
+    first = take([])
+    second = take([first])
+    assert gathering.take([first, second]) is None
+    assert [len(group.callers) for group in (first, second)] == [GROUP_HALVES_ROWS // 2] * 2
+    # Whoever of the first writes again, and others besides.
+    begin(GROUP_HALVES_ROWS)
+    third = take([second])
+    assert len(third.callers) == GROUP_HALVES_ROWS * 3 // 4
+    assert gathering.take([second, third]) is None
 
 
 FATES = st.sampled_from(["refused", "refused for now", "left out", "forgotten"])
@@ -499,13 +544,17 @@ def test_each_bundle_is_told_what_its_own_rows_were_given(
 def test_a_group_that_nothing_can_join_any_more_does_not_wait() -> None:
     sets, deletes = (Kind(DISK, one, JOINED_SMALL_BYTES) for one in (False, True))
     gathering = Gathering()
+    set_group, delete_group = (
+        Group(0, sets, callers=[bundle_of([(b"a", 1)])]),
+        Group(0, deletes, callers=[bundle_of([(b"a", None)])]),
+    )
     for size in (1, None, None):
         gathering.add_bundle(bundle_of([(b"a", size)]), DISK)
-    first = gathering.take([sets, sets, deletes, deletes])
+    first = gathering.take([set_group, set_group, delete_group, delete_group])
     assert first is not None
     assert first.kind == sets
-    assert gathering.take([deletes, deletes]) is None
-    both = gathering.take([deletes])
+    assert gathering.take([delete_group, delete_group]) is None
+    both = gathering.take([delete_group])
     assert both is not None
     assert len(both.callers) == 2
 

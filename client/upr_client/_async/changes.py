@@ -16,6 +16,7 @@ from upr_client._async.io import (
     Event,
     Queue,
     Semaphore,
+    begin_connecting,
     from_anywhere,
     give_way,
     maybe_await,
@@ -240,7 +241,12 @@ class AsyncChanges:
             raise ClosedError("the changes were closed", hint="ask the bucket for new ones")
         store = self._options.store
         partitions = self._following.session.partitions
-        self._following.load({} if store is None else await run_blocking(store.load, partitions))
+        stored: Mapping[int, Position] = {}
+        if store is not None:
+            # Loading takes about as long as connecting.
+            begin_connecting(self._bucket.connection.router.raw(self._route.current)[-1])
+            stored = await run_blocking(store.load, partitions)
+        self._following.load(stored)
         self._entered = True
         self._end_soon = from_anywhere(self._end)
         self._bucket.connection.open.append(self.close)

@@ -36,6 +36,11 @@ def open_channel(
     return grpc.aio.secure_channel(target, credentials, options=options)
 
 
+def begin_connecting(channel: Channel) -> None:
+    """Have a channel connect before its first call, where gRPC does so without a thread."""
+    channel.get_state(try_to_connect=True)
+
+
 def mutex() -> AbstractContextManager[Any]:
     """Guards a few statements with nothing awaited in between; on one event loop nothing is needed for that."""
     return nullcontext()

@@ -18,7 +18,6 @@ from upr_client.writes import (
     Bundle,
     Gathering,
     Group,
-    Kind,
     Row,
     WriteResult,
     part_of,
@@ -104,8 +103,7 @@ class BlockWriter:
         self._mutex = mutex()
         self._gathering = Gathering()
         self._next_turn = NextTurn(self._send_begun)
-        self._under_way: list[Kind] = []
-        """The kinds of the groups that are under way."""
+        self._under_way: list[Group] = []
         self._pending: dict[int, Write] = {}
         self._order = 0
         self._next_number = first_number
@@ -237,7 +235,7 @@ class BlockWriter:
 
     def _send_groups(self, *, everything: bool = False) -> None:
         failed: BaseException | None = None
-        while (group := self._gathering.take(() if everything else self._under_way)) is not None:
+        while (group := self._gathering.take(None if everything else self._under_way)) is not None:
             try:
                 write = Write(group.request(), group=group)
             except BaseException as failure:
@@ -267,7 +265,7 @@ class BlockWriter:
             self._progress_at = now()
         callers = 0 if write.group is None else len(write.group.callers)
         if write.group is not None:
-            self._under_way.append(write.group.kind)
+            self._under_way.append(write.group)
         # Each caller has a place in the order, for when its group is split.
         self._order += max(callers, 1)
         self._pending[self._order] = write
@@ -455,7 +453,8 @@ class BlockWriter:
             else:
                 for result in message.results.results if kind == "results" else [message.result]:
                     self._on_result(result)
-                self._send_groups()
+                # Those who were told, and write again, come along.
+                self._next_turn.ask()
 
     def _on_opened(self, opened: kv_pb2.WriteOpened) -> None:
         if self._version not in (0, opened.bucket_version):
@@ -563,7 +562,7 @@ class BlockWriter:
             return False
         if write.unknown or write.results or write.problems or count == 1:
             return False
-        first, second = write.group.halves()
+        first, second = write.group.split(count // 2)
         parts = []
         for place, group in ((order, second), (order - count + count // 2, first)):
             parts.append((place, Write(group.request(), group=group)))
@@ -572,7 +571,8 @@ class BlockWriter:
         self._pending.update(parts)
         self._unsent.extendleft(parts)
         self._pending = dict(sorted(self._pending.items()))
-        self._under_way.append(write.group.kind)
+        self._under_way.remove(write.group)
+        self._under_way += (first, second)
         self._progress_at = now()
         return True
 
@@ -586,7 +586,7 @@ class BlockWriter:
         if write.group is None:
             self._room.give_back()
             return
-        self._under_way.remove(write.group.kind)
+        self._under_way.remove(write.group)
         # What is refused only for now may have been applied by a later attempt of unknown outcome.
         refused = {
             p: why for p, why in write.problems.items() if not (write.unknown and why.retriable)

@@ -17,6 +17,7 @@ from upr_client._sync.io import (
     Event,
     Queue,
     Semaphore,
+    begin_connecting,
     from_anywhere,
     give_way,
     maybe_await,
@@ -241,7 +242,12 @@ class Changes:
             raise ClosedError("the changes were closed", hint="ask the bucket for new ones")
         store = self._options.store
         partitions = self._following.session.partitions
-        self._following.load({} if store is None else run_blocking(store.load, partitions))
+        stored: Mapping[int, Position] = {}
+        if store is not None:
+            # Loading takes about as long as connecting.
+            begin_connecting(self._bucket.connection.router.raw(self._route.current)[-1])
+            stored = run_blocking(store.load, partitions)
+        self._following.load(stored)
         self._entered = True
         self._end_soon = from_anywhere(self._end)
         self._bucket.connection.open.append(self.close)

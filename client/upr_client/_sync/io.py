@@ -43,6 +43,10 @@ def open_channel(
     return grpc.secure_channel(target, credentials, options=options)
 
 
+def begin_connecting(channel: Channel) -> None:
+    """Have a channel connect before its first call, where gRPC does so without a thread."""
+
+
 def mutex() -> AbstractContextManager[Any]:
     """Guards a few statements against the other threads."""
     return threading.RLock()

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from tools.bench.common import VALUE_BYTES, Row, WrongResultError, zipfian_rows
 from tools.bench.peers.servers import KINDS, MANY, Running, running
-from tools.bench.peers.stores import KeyedStore, Store, Upr, write_all
+from tools.bench.peers.stores import KeyedStore, Store, Upr, dealt, write_all
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.partitioning import partition_of
 
@@ -173,9 +173,10 @@ def _forms(name: str) -> Iterator[tuple[bool, str]]:
 
 
 async def _bulk(name: str, peer: Running, rows: list[Row]) -> Iterator[Measured]:
+    lanes = dealt(rows)
+    timer = Timer(peer)
     async with connected(name, peer.address) as store:
-        timer = Timer(peer)
-        await write_all(store, rows)
+        await write_all(store, lanes)
         ingest = timer.figure("bulk ingest", len(rows) / timer.seconds(), "rows/s")
     drains = []
     for arrow, form in _forms(name):
@@ -325,9 +326,9 @@ async def _resume(name: str, peer: Running, folder: Path) -> Measured:
             number += 1
         keys.append(b"%d-%d" % (partition, number))
     async with connected(name, peer.address) as store:
-        await write_all(store, [(key, b"old") for key in keys])
+        await write_all(store, dealt([(key, b"old") for key in keys]))
         await store.remember(str(folder / "stored"))
-        await write_all(store, [(key, b"new") for key in keys])
+        await write_all(store, dealt([(key, b"new") for key in keys]))
     delays = []
     timer = Timer(peer)
     for number in range(RESUMES):

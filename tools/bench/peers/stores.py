@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -628,14 +628,24 @@ class Etcd:
         return value
 
 
-async def write_all(store: Store, rows: list[Row]) -> None:
-    """Write all rows in bulk, WRITES_AT_ONCE batches under way; those of a key in their order."""
+def dealt(rows: list[Row]) -> list[list[list[Row]]]:
+    """Deal rows to WRITES_AT_ONCE writers, much the same to each, in batches; those of a key to one, in their order."""
     lanes: list[list[Row]] = [[] for _ in range(WRITES_AT_ONCE)]
+    dealt = [0] * WRITES_AT_ONCE
+    lane_of = dict[bytes, list[Row]]()
+    for key, count in Counter(key for key, _ in rows).most_common():
+        least = dealt.index(min(dealt))
+        lane_of[key], dealt[least] = lanes[least], dealt[least] + count
     for row in rows:
-        lanes[zlib.crc32(row[0]) % WRITES_AT_ONCE].append(row)
+        lane_of[row[0]].append(row)
+    return [batches(lane, ROWS_AT_ONCE) for lane in lanes]
 
-    async def write(lane: list[Row]) -> None:
-        for batch in batches(lane, ROWS_AT_ONCE):
+
+async def write_all(store: Store, lanes: list[list[list[Row]]]) -> None:
+    """Write all rows in bulk, a batch of each writer under way."""
+
+    async def write(lane: list[list[Row]]) -> None:
+        for batch in lane:
             await store.write(batch)
 
     await asyncio.gather(*map(write, lanes))
