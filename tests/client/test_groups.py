@@ -171,6 +171,7 @@ def slow_member(bucket: AsyncBucket, said: list[str]) -> AsyncChanges:
     )
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_slow_member_that_iterates_keeps_its_lease(target: str) -> None:
     async with AsyncClient(target) as client:

@@ -295,6 +295,7 @@ def test_each_change_is_applied_once_whatever_is_killed(
         assert mirror.count("audit") > 0
 
 
+@pytest.mark.long
 def test_a_signal_ends_it_cleanly(
     shared_server: RunningServer, target: str, tmp_path: Path
 ) -> None:

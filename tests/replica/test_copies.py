@@ -103,6 +103,7 @@ def test_a_follower_is_shown_what_was_there_before_the_replica(server_process: S
     assert shown() == dict(rows)
 
 
+@pytest.mark.long
 def test_a_replica_that_is_stopped_has_the_write_wait_and_its_outcome_be_unknown(
     server_process: StartServer,
 ) -> None:

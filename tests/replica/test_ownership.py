@@ -103,6 +103,7 @@ def test_a_replica_is_promoted_after_sigkill_and_the_old_one_comes_back(
     assert known.owner.address == new.target
 
 
+@pytest.mark.long
 def test_a_former_owner_that_was_only_stopped_undoes_and_follows_without_a_restart(
     server_process: StartServer,
 ) -> None:

@@ -540,6 +540,7 @@ def test_all_ports_are_known_and_no_secret_is_told(
         assert secret not in everything
 
 
+@pytest.mark.long
 def test_a_broken_file_changes_nothing_and_is_told_once(guarded: Guarded) -> None:
     text = guarded.file.read_text()
     log = guarded.server.log_text
@@ -752,6 +753,7 @@ def test_without_identities_only_the_owner_destroys(
     assert not socket.exists()
 
 
+@pytest.mark.long
 def test_a_replica_follows_over_tls_with_a_token(
     server_process: StartServer, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ async def test_buckets_are_created_listed_and_kept_over_a_restart(
         assert await rows_of(client, "default") == {b"a": b"of default"}
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_there_is_room_for_as_many_buckets_as_the_limit_says(
     server_process: StartServer,

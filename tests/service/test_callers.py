@@ -197,6 +197,7 @@ async def fill(target: str) -> None:
             await client.bucket().write_many([row])
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_consumer_that_takes_nothing_is_ended_whatever_heartbeat_it_asked_for(
     server_process: StartServer,
@@ -229,6 +230,7 @@ def starts(partitions: Sequence[int]) -> changes.Start:
     return changes.Start(partitions=[start_at(partition) for partition in partitions])
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_consumer_without_credit_that_answers_heartbeats_stays(
     server_process: StartServer,

@@ -89,6 +89,7 @@ async def test_a_bucket_is_told_by_columns(server_process: StartServer) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_consumers_are_told_by_lag_and_within_bounds(server_process: StartServer) -> None:
     server = server_process(*HTTP)
@@ -232,6 +233,7 @@ def test_nothing_is_open_without_credentials_but_the_checks_and_the_files(
         assert secret not in log + command.read_text()
 
 
+@pytest.mark.long
 def test_a_token_of_one_bucket_sees_only_it(server_process: StartServer, tmp_path: Path) -> None:
     guarded = Guarded(server_process, tmp_path, *HTTP)
     address = http_of(guarded.server)

@@ -172,6 +172,7 @@ async def test_a_half_close_gives_everything_up_at_once(target: str) -> None:
         assert len((await assigned(b)).owned) == PARTITIONS
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_lease_holds_for_as_long_as_something_is_heard(target: str) -> None:
     async with RawClient(target) as client:

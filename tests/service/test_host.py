@@ -624,6 +624,7 @@ class CountedTurns:
         self.charged.append(seconds)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_large_writes_take_turns_and_smaller_ones_do_while_the_loop_is_late(
     catalog: Catalog,

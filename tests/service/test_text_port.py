@@ -326,6 +326,7 @@ def test_an_error_of_the_client_ends_the_connection(server: RunningServer) -> No
     wait_until(lambda: '"words": "I give up"' in server.log_text(), server.log_text)
 
 
+@pytest.mark.long
 def test_silence_ends_a_connection_that_pinged_and_no_other(server_process: StartServer) -> None:
     server = server_process("--text", "127.0.0.1:0", "--heartbeat-seconds", "0.1")
     address = text_address(server)

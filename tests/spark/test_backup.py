@@ -290,6 +290,7 @@ def test_foreign_files_do_no_harm(small: tuple[Path, RunningServer]) -> None:
     assert upr_backup(repository, "verify", "--full").exit_code == 0
 
 
+@pytest.mark.long
 def test_partitions_whose_deletions_are_gone_are_read_anew(
     server_process: Callable[..., RunningServer], tmp_path: Path
 ) -> None:

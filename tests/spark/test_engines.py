@@ -177,6 +177,7 @@ def test_a_server_that_goes_away_is_one_line(server: RunningServer, tmp_path: Pa
     assert taken(repository, "--processes", "1")["rows"] == ROWS
 
 
+@pytest.mark.long
 def test_a_loop_outlives_the_server(server: RunningServer, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     manifests = repository / "chain"

@@ -149,6 +149,7 @@ def source_of(servers: list[RunningServer], **options: str) -> UprDataSource:
     return UprDataSource({"endpoint": endpoints, "retrytimeout": "30s"} | options)
 
 
+@pytest.mark.long
 def test_a_read_goes_on_through_a_takeover(server_process: StartServer) -> None:
     first, second = servers = start_set(server_process)
     fill(first, b"a")

@@ -266,6 +266,7 @@ def test_kills_lose_nothing(chain_of_six: tuple[Path, RunningServer, State]) -> 
     assert not abandoned.exists()
 
 
+@pytest.mark.long
 def test_a_merge_in_small_portions_is_the_same(
     chain_of_six: tuple[Path, RunningServer, State], monkeypatch: pytest.MonkeyPatch
 ) -> None:

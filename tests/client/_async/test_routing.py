@@ -305,6 +305,7 @@ async def test_who_is_behind_is_asked_again_while_another_server_is_away() -> No
             assert await client.bucket().get(b"k") == b"v"
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_server_that_says_nothing_leaves_time_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
@@ -323,6 +324,7 @@ async def test_a_server_that_says_nothing_leaves_time_for_the_next(
     assert [one.wait_seconds for one in silent.gets] == pytest.approx([1.6, 1.6], abs=0.3)
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_who_is_behind_is_told_though_all_others_say_nothing(
     monkeypatch: pytest.MonkeyPatch,
