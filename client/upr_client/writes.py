@@ -479,9 +479,8 @@ class Gathering:
         first, rest = group.split(count)
         group.callers, group.bytes = rest.callers, rest.bytes
         if not group.kind.bundles:
+            # Also of keys that the rest has: all other groups are behind it.
             self._forget(first)
-            for row in cast("list[Row]", group.callers):
-                self._last.setdefault(row.key, group.number)
         return first
 
     def _forget(self, group: Group) -> None:

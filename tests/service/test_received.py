@@ -244,6 +244,28 @@ async def test_large_writes_that_wait_for_the_tail(
     within(samples)
 
 
+@pytest.mark.asyncio
+async def test_what_a_flush_frees_goes_back_though_memory_was_returned_just_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tail, returned = 60 * MIB, 0
+
+    def give_back() -> None:
+        nonlocal returned
+        returned += 1
+
+    # What is freed stays the process's, until it is given back.
+    monkeypatch.setattr(intake_module, "anonymous_bytes", lambda: 130 * MIB)
+    monkeypatch.setattr(intake_module, "give_back_freed", give_back)
+    intake = Intake(lambda: tail)
+    for expected in (1, 1, 2, 2):
+        for _ in range(2 * intake_module.QUIET_TICKS):
+            await intake._give_back()
+        assert returned == expected
+        if expected == 1:
+            tail -= intake_module.GIVE_BACK_BYTES
+
+
 @pytest.mark.long
 @pytest.mark.asyncio
 async def test_idle_calls_keep_nothing_of_what_they_have_written(
