@@ -467,20 +467,21 @@ class Gathering:
             half = (callers + 1) // 2
             if at_once > 1 and half < len(group.callers):
                 return self._first_of(group, half)
-        self._groups.popleft()
         if not kind.bundles:
             if self._newest.get(kind) is group:
                 del self._newest[kind]
             self._forget(group)
-        return group
+        # Last: an interrupt of the thread must not lose what others wait for.
+        return self._groups.popleft()
 
     def _first_of(self, group: Group, count: int) -> Group:
         """Take the first so many of the group in front out of it."""
         first, rest = group.split(count)
-        group.callers, group.bytes = rest.callers, rest.bytes
         if not group.kind.bundles:
-            # Also of keys that the rest has: all other groups are behind it.
+            # Also keys that the rest has: all other groups are behind it.
             self._forget(first)
+        # Last, as in ``take``.
+        group.callers, group.bytes = rest.callers, rest.bytes
         return first
 
     def _forget(self, group: Group) -> None:

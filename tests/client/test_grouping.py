@@ -1,8 +1,10 @@
 """Writes that go together: what gathers, in which groups, and how an answer is told to its rows."""
 
 import asyncio
-from collections import defaultdict
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -25,7 +27,7 @@ from tests.client.scripted import (
     write_refused,
 )
 from tests.harness import pass_turns
-from upr_client import AsyncClient, writes
+from upr_client import AsyncClient, backoff, writes
 from upr_client._async import block_writer as writer_module
 from upr_client._async.block_writer import AsyncBlockWriter
 from upr_client._async.io import Background
@@ -35,6 +37,7 @@ from upr_client.errors import (
     NoRoomError,
     PartitionNotActiveError,
     PartlyWrittenError,
+    PermissionDeniedError,
     ProtocolError,
     StorageFailedError,
     UnknownOutcomeError,
@@ -388,6 +391,72 @@ async def test_what_the_window_does_not_take_before_closing_is_not_told_as_unkno
     told = await closed_at_once([*script, applied(1, (A, 0, 1))])
     assert told[0] == went(A)
     assert {type(one) for one in told[1:]} == {ClosedError}
+
+
+@pytest.mark.asyncio
+async def test_the_second_half_does_not_wait_when_the_first_is_refused_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backoff, "FIRST_SECONDS", 30.0)
+    monkeypatch.setattr("random.random", lambda: 1.0)
+    keys = [b"%d" % number for number in range(GROUP_HALVES_ROWS)]
+    half = GROUP_HALVES_ROWS // 2
+    counts = Counter(map(partition_of, keys[half:]))
+    done = applied(3, *((p, 0, count) for p, count in sorted(counts.items())))
+    first = [*OPENED, write_refused(1, StorageFailedError("no disk")), HalfClosed()]
+    second: list[Step] = [Expect("open"), write_opened(), Expect("write"), done, HalfClosed()]
+    async with serve(write=[first, second]) as server, AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        async with asyncio.timeout(10):
+            writes = (bucket.set(key, b"v") for key in keys)
+            told = await asyncio.gather(*writes, return_exceptions=True)
+    assert [type(one) for one in told] == [StorageFailedError] * half + [WriteResult] * half
+
+
+@pytest.mark.asyncio
+async def test_a_key_that_is_not_the_callers_fails_alone() -> None:
+    refusal = PermissionDeniedError("another's")
+    script = [Expect("open"), write_opened(), Expect("write"), write_refused(1, refusal)]
+    script += [Expect("write"), Expect("write"), applied(2, (A, 0, 1)), write_refused(3, refusal)]
+    script.append(HalfClosed())
+    async with serve(write=[script]) as server, AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        told = await asyncio.gather(
+            *(bucket.set(key, b"v") for key in KEYS[:2]), return_exceptions=True
+        )
+    assert [type(one) for one in told] == [WriteResult, PermissionDeniedError]
+
+
+@pytest.mark.parametrize("count", [3, GROUP_HALVES_ROWS])
+def test_an_interrupt_while_a_group_is_taken_loses_no_row(count: int) -> None:
+    """At one place at most, where it has been taken and not been handed over."""
+    lost, at, whole = 0, 0, False
+    while not whole:
+        gathering, left, at = Gathering(), at + 1, at + 1
+        for number in range(count):
+            gathering.add(Row(b"%d" % number, b"v", lambda: None), DISK)
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename == writes.__file__ and event == "line":
+                left -= 1
+                if not left:
+                    raise KeyboardInterrupt
+            return trace
+
+        taken, before = 0, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            group = gathering.take([])
+            assert group is not None
+            taken, whole = len(group.callers), True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        lost += taken + sum(len(group.callers) for group in gathering._groups) < count
+    assert at > 10
+    assert lost <= 1
 
 
 KEY = st.sampled_from(KEYS)

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
@@ -89,6 +90,22 @@ async def test_a_save_waits_for_the_one_that_is_going_on() -> None:
             store.let.set()
             await asyncio.gather(first, second)
     assert store.most == 1
+
+
+@pytest.mark.asyncio
+async def test_it_connects_while_positions_are_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(10)
+
+        class Loads(MemoryPositions):
+            def load(self, partitions: Iterable[int]) -> dict[int, Position]:
+                listening.accept()[0].close()
+                return {}
+
+        port = listening.getsockname()[1]
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            async with client.bucket().changes(resume=Loads()):
+                pass
 
 
 class OwnStore:

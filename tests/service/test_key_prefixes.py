@@ -1,5 +1,6 @@
 """Identities for some keys: they read and write these, and nothing else of a bucket, against a real server."""
 
+import asyncio
 import json
 from itertools import count
 from pathlib import Path
@@ -109,6 +110,15 @@ async def test_nothing_about_a_whole_bucket_is_for_an_identity_of_some_keys(
     async with AsyncClient(guarded.target, token=token) as client:
         assert await client.admin.buckets() == []
         assert (await client.admin.status()).buckets == ()
+        keys = [b"alice/%d" % number for number in range(20)] + [b"carol/1"]
+        bucket = client.bucket()
+        writes = (bucket.set(key, b"v") for key in keys)
+        told = await asyncio.gather(*writes, return_exceptions=True)
+        # Of writes that go together only the one of another's key fails.
+        assert [key for key, one in zip(keys, told, strict=True) if isinstance(one, Exception)] == [
+            b"carol/1"
+        ]
+        assert isinstance(told[-1], PermissionDeniedError)
         follower = client.bucket().changes(only=Only(key_prefix=b"alice/"))
         async with follower:
             lines = [json.loads(line) for line in guarded.file.read_text().splitlines()]

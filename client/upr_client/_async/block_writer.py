@@ -31,6 +31,7 @@ from upr_protocol.errors import (
     ClosedError,
     InvalidArgumentError,
     OutOfOrderError,
+    PermissionDeniedError,
     UnavailableError,
     UnknownOutcomeError,
     UprError,
@@ -346,6 +347,9 @@ class AsyncBlockWriter:
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
+            if error.reason == OutOfOrderError.default_reason and self._progress_at != answered_at:
+                # The call ended for what was refused in front of these, and the server is well.
+                longest = 0.0
             # What a server said of a write before says nothing of how this call ended.
             if moves_on(error) is not away:
                 # How often others could not be reached says nothing of what this one refuses.
@@ -557,7 +561,7 @@ class AsyncBlockWriter:
         assert write.group is not None
         count = len(write.group.callers)
         # Any other reason would refuse each part as well, one lost call after the other.
-        if not isinstance(error, InvalidArgumentError):
+        if not isinstance(error, InvalidArgumentError | PermissionDeniedError):
             return False
         if write.unknown or write.results or write.problems or count == 1:
             return False
