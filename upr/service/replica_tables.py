@@ -102,9 +102,9 @@ class TableFeed:
         if self._busy or not self._follower.is_past_store:
             return None
         if not self._whole:
-            return self._work(self._tell_all())
+            return self._work(self._tell_all)
         if self._changed:
-            return self._work(self._tell_consumers())
+            return self._work(self._tell_consumers)
         changes = self._host.table_changes
         if changes != self._changes_told:
             self._changes_told = changes
@@ -113,10 +113,10 @@ class TableFeed:
             self._say(told)
         return None
 
-    async def _work(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _work(self, work: Callable[[], Awaitable[None]]) -> None:
         self._busy = True
         try:
-            await work
+            await work()
         except (OSError, lmdb.Error, BucketGoneError):
             # Sent when there is work again, or in the next call. What was to be sent whole is not complete until then.
             return
