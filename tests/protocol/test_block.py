@@ -1,5 +1,6 @@
 """Blocks: what goes in comes out, cut-outs tell the same, and a lying block is refused."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -431,9 +432,9 @@ def test_a_frame_of_encoded_blocks_is_a_follow_response() -> None:
     assert message.frame.tokens == b"\1\0\0\0\2\0\0\0"
 
 
-@given(st.lists(rows_strategy, min_size=1, max_size=6), st.booleans())
+@given(st.lists(rows_strategy, min_size=1, max_size=6), st.booleans(), st.booleans())
 def test_joined_blocks_have_the_same_rows_and_one_run_a_partition(
-    writes: list[Rows], with_values: bool
+    writes: list[Rows], with_values: bool, compiled: bool
 ) -> None:
     highs: dict[int, int] = {}
     blocks: list[Block] = []
@@ -448,7 +449,8 @@ def test_joined_blocks_have_the_same_rows_and_one_run_a_partition(
         highs.update(zip(partitions, runs["end_seqno"].tolist(), strict=True))
         block = sealed(replace(block, runs=runs))
         blocks.append(block if with_values else without_values(block))
-    joined = join_blocks(blocks, dated=True)
+    with nullcontext() if compiled else mock.patch("upr_protocol.block.COMPILED", None):
+        joined = join_blocks(blocks, dated=True)
     check_block(joined)
     expected = sorted((row for block in blocks for row in told(block)), key=lambda row: row[:2])
     assert told(joined) == expected
