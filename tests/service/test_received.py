@@ -260,7 +260,7 @@ async def test_what_a_flush_frees_goes_back_though_memory_was_returned_just_befo
     intake = Intake(lambda: tail)
     for expected in (1, 1, 2, 2):
         for _ in range(2 * intake_module.QUIET_TICKS):
-            await intake._give_back()
+            await intake._give_back(intake.look())
         assert returned == expected
         if expected == 1:
             tail -= intake_module.GIVE_BACK_BYTES

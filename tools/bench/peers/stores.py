@@ -631,11 +631,12 @@ class Etcd:
 def dealt(rows: list[Row]) -> list[list[list[Row]]]:
     """Deal rows to WRITES_AT_ONCE writers, much the same to each, in batches; those of a key to one, in their order."""
     lanes: list[list[Row]] = [[] for _ in range(WRITES_AT_ONCE)]
-    dealt = [0] * WRITES_AT_ONCE
+    sizes = [0] * WRITES_AT_ONCE
     lane_of = dict[bytes, list[Row]]()
     for key, count in Counter(key for key, _ in rows).most_common():
-        least = dealt.index(min(dealt))
-        lane_of[key], dealt[least] = lanes[least], dealt[least] + count
+        least = sizes.index(min(sizes))
+        lane_of[key] = lanes[least]
+        sizes[least] += count
     for row in rows:
         lane_of[row[0]].append(row)
     return [batches(lane, ROWS_AT_ONCE) for lane in lanes]

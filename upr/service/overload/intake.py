@@ -232,8 +232,7 @@ class Intake:
         base_at = time.monotonic() + BASE_SECONDS
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self.look()
-            await self._give_back()
+            await self._give_back(self.look())
             if time.monotonic() >= base_at:
                 base_at = time.monotonic() + BASE_SECONDS
                 self._begin_anew(await asyncio.to_thread(received_by_peer))
@@ -246,20 +245,20 @@ class Intake:
             elif not peer.calls:
                 del self._peers[name]
 
-    async def _give_back(self) -> None:
+    async def _give_back(self, held: int) -> None:
         """Return freed memory to the system once it has grown and is quiet."""
-        spare = self._spare()
+        spare = self._spare(held)
         self._quiet = self._quiet + 1 if abs(spare - self._last) < 2**20 else 0
         self._last = spare
         if self._quiet >= QUIET_TICKS and spare > self._given_back + GIVE_BACK_BYTES:
             await asyncio.to_thread(give_back_freed)
-            spare = self._given_back = self._spare()
+            spare = self._given_back = self._spare(self.held())
             self._quiet = 0
         self._given_back = min(self._given_back, spare)
 
-    def _spare(self) -> int:
+    def _spare(self, held: int) -> int:
         # What a flush frees of the tails is growth, though the process holds no more than before.
-        return anonymous_bytes() - self._tail_bytes()
+        return held - min(self._tail_bytes(), TAIL_BYTES)
 
     def held(self) -> int:
         """Return the process's anonymous memory without what tails hold above TAIL_BYTES."""
