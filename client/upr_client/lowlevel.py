@@ -3,14 +3,10 @@
 With an ``AsyncBucket`` each function returns an awaitable of what it returns with a ``Bucket``.
 """
 
-from collections.abc import Awaitable, Iterable, Mapping
-from typing import overload
+from collections.abc import Iterable, Mapping
+from typing import Protocol, TypeVar
 
-from upr_client._async.bucket import AsyncBucket
-from upr_client._sync.bucket import Bucket
-from upr_client.writes import WriteResults
 from upr_protocol.block import Block, FurtherColumn, build_block, build_blocks, sealed
-from upr_protocol.wire.v1.change_stream_service_pb2 import HelloAnswer
 from upr_protocol.write_places import place_number
 
 __all__ = [
@@ -24,19 +20,27 @@ __all__ = [
     "write_blocks",
 ]
 
+Answers = TypeVar("Answers", covariant=True)
+Results = TypeVar("Results", covariant=True)
 
-@overload
+
+class AnyBucket(Protocol[Answers, Results]):
+    """A ``Bucket`` or an ``AsyncBucket``: of either flavour is what it returns."""
+
+    def _hello(self, partitions: Mapping[int, int | None], with_log: bool) -> Answers: ...
+
+    def _write_blocks(
+        self, blocks: Iterable[Block], durability: str, once: str | None, first_number: int
+    ) -> Results: ...
+
+
 def hello(
-    bucket: Bucket, partitions: Mapping[int, int | None], *, with_log: bool = False
-) -> list[HelloAnswer]: ...
-@overload
-def hello(
-    bucket: AsyncBucket, partitions: Mapping[int, int | None], *, with_log: bool = False
-) -> Awaitable[list[HelloAnswer]]: ...
-def hello(
-    bucket: Bucket | AsyncBucket, partitions: Mapping[int, int | None], *, with_log: bool = False
-) -> list[HelloAnswer] | Awaitable[list[HelloAnswer]]:
-    """Ask for any number of partitions at once whether a history may be continued.
+    bucket: AnyBucket[Answers, object],
+    partitions: Mapping[int, int | None],
+    *,
+    with_log: bool = False,
+) -> Answers:
+    """Ask for any number of partitions at once whether a history may be continued: a list of ``HelloAnswer``.
 
     Args:
         bucket: whose.
@@ -49,32 +53,14 @@ def hello(
     return bucket._hello(partitions, with_log)
 
 
-@overload
 def write_blocks(
-    bucket: Bucket,
+    bucket: AnyBucket[object, Results],
     blocks: Iterable[Block],
     durability: str = "disk",
     *,
     once: str | None = None,
     first_number: int = 1,
-) -> WriteResults: ...
-@overload
-def write_blocks(
-    bucket: AsyncBucket,
-    blocks: Iterable[Block],
-    durability: str = "disk",
-    *,
-    once: str | None = None,
-    first_number: int = 1,
-) -> Awaitable[WriteResults]: ...
-def write_blocks(
-    bucket: Bucket | AsyncBucket,
-    blocks: Iterable[Block],
-    durability: str = "disk",
-    *,
-    once: str | None = None,
-    first_number: int = 1,
-) -> WriteResults | Awaitable[WriteResults]:
+) -> Results:
     """Write prepared blocks, in their order, without waiting for each one's answer; else as ``Bucket.write_many``.
 
     Args:
