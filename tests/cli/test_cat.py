@@ -95,7 +95,7 @@ def test_a_dump_is_whole_however_long_its_lines_wait(server_process: StartServer
 
 def test_what_was_rolled_back_is_not_dumped() -> None:
     def batch(*changes: Change) -> ChangeBatch:
-        made = ChangeBatch([], [])
+        made = ChangeBatch([])
         made._changes = list(changes)
         return made
 

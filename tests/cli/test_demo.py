@@ -148,7 +148,7 @@ def batch(start: int, *rows: tuple[bytes, bytes | None]) -> ChangeBatch:
     assert len(runs) == 1
     runs["start_seqno"], runs["end_seqno"] = start, start + len(rows)
     runs["horizon"] = start + len(rows)
-    return ChangeBatch([replace(block, runs=runs)], [])
+    return ChangeBatch([replace(block, runs=runs)])
 
 
 def test_the_follower_s_tree_can_go_back() -> None:

@@ -60,7 +60,7 @@ def check_same(batch: pa.RecordBatch, blocks: list[Block]) -> None:
 def test_a_block_as_it_is(block: Block) -> None:
     batch = record_batch(block)
     check_same(batch, [block])
-    check_same(ChangeBatch([block], []).to_arrow(), [block])
+    check_same(ChangeBatch([block]).to_arrow(), [block])
     if block.keys:
         assert batch.column("key").buffers()[2].address == pa.py_buffer(block.keys).address
     if block.values:
@@ -69,19 +69,19 @@ def test_a_block_as_it_is(block: Block) -> None:
 
 def test_several_blocks_become_one_batch() -> None:
     blocks = [run_block(1, 0, 8), many_runs(300), run_block(2, 0, 4, None, []), run_block(2, 4, 9)]
-    check_same(ChangeBatch(blocks, []).to_arrow(), blocks)
+    check_same(ChangeBatch(blocks).to_arrow(), blocks)
     blocks.insert(2, run_block(4, 0, 40, 50, [4, 17, 40]))
-    check_same(ChangeBatch(blocks, []).to_arrow(), blocks)
+    check_same(ChangeBatch(blocks).to_arrow(), blocks)
 
 
 def test_several_blocks_of_keys_only() -> None:
     blocks = [run_block(1, 0, 8), run_block(2, 4, 9)]
     blocks = [replace(block, value_offsets=b"", values=b"") for block in blocks]
-    check_same(ChangeBatch(blocks, []).to_arrow(), blocks)
+    check_same(ChangeBatch(blocks).to_arrow(), blocks)
 
 
 def test_a_batch_without_changes() -> None:
-    batch = ChangeBatch([], []).to_arrow()
+    batch = ChangeBatch([]).to_arrow()
     assert (batch.num_rows, batch.schema) == (0, schema())
 
 
@@ -92,7 +92,7 @@ def test_the_times_of_a_merged_block() -> None:
     batch.validate(full=True)
     assert batch.column("time").cast(pa.int64()).to_pylist() == times.tolist()
     other = run_block(2, 0, 2)
-    joined = ChangeBatch([other, sealed(replace(block, times=times.tobytes()))], []).to_arrow()
+    joined = ChangeBatch([other, sealed(replace(block, times=times.tobytes()))]).to_arrow()
     joined.validate(full=True)
     assert joined.column("time").cast(pa.int64()).to_pylist() == [1, 1, *times.tolist()]
 
@@ -100,7 +100,7 @@ def test_the_times_of_a_merged_block() -> None:
 def test_without_pyarrow_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'upr-stream\[arrow\]'"):
-        ChangeBatch([run_block(1, 0, 3)], []).to_arrow()
+        ChangeBatch([run_block(1, 0, 3)]).to_arrow()
 
 
 def test_the_first_batch_imports_nothing_that_pyarrow_does_not() -> None:

@@ -68,7 +68,7 @@ def test_against_everything_ever_received(steps: list[tuple[int, int, bool]], li
             keys.add([join_blocks(received)])
         for partition, its_ends in ends.items():
             for at in its_ends:
-                told = keys.above(partition, at)
+                told, complete = keys.above(partition, at)
                 true = {b"key %d" % (s % 7) for s in held[partition] if s > at}
-                assert set(told.keys) <= true
-                assert not told.complete or set(told.keys) == true
+                assert set(told) <= true
+                assert not complete or set(told) == true

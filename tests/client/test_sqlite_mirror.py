@@ -352,7 +352,7 @@ class Stream:
             self.seqno += 1
             changes.append(Change(5, self.seqno, "delete" if value is None else "set", key, value))
             apply(self.state, [ModelRow(self.seqno, key, value)])
-        batch = ChangeBatch([], [])
+        batch = ChangeBatch([])
         batch._changes = changes
         self.mirror.apply(batch)
         self.history.add(self.seqno)

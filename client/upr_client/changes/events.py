@@ -2,7 +2,7 @@
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any, Final, Literal, NamedTuple
@@ -139,39 +139,29 @@ def changes_in_python(block: Block) -> list[Change]:
             gc.enable()
 
 
-def markers_of(pairs: Iterable[tuple[int, int]]) -> list[Marker]:
-    """Return (partition, seqno) pairs as markers."""
-    return list(map(tuple.__new__, repeat(Marker), pairs))
-
-
 class ChangeBatch:
     """Batch of the changes of one frame.
 
     Args:
         blocks: the numbered blocks, for programs that take the columns as they are. Small ones of ascending partitions
             arrive as one block of several runs.
-        markers: as the property, or a function that makes them.
-        delivery: what the state machine made of the frame; None outside of following.
+        delivery: what the state machine made of the frame; None outside of following, where there are no markers.
     """
 
     __slots__ = ("_changes", "_markers", "blocks", "delivery")
 
-    def __init__(
-        self,
-        blocks: list[Block],
-        markers: list[Marker] | Callable[[], list[Marker]],
-        delivery: Delivery | None = None,
-    ) -> None:
+    def __init__(self, blocks: list[Block], delivery: Delivery | None = None) -> None:
         self.blocks = blocks
         self.delivery = delivery
-        self._markers = markers
+        self._markers: list[Marker] | None = None
         self._changes: list[Change] | None = None
 
     @property
     def markers(self) -> list[Marker]:
         """The snapshot markers that are true for this consumer, in order; made when asked for first."""
-        if callable(self._markers):
-            self._markers = self._markers()
+        if self._markers is None:
+            pairs = [] if self.delivery is None else self.delivery.markers()
+            self._markers = list(map(tuple.__new__, repeat(Marker), pairs))
         return self._markers
 
     @property
@@ -236,18 +226,6 @@ RECENT_KEY_BYTES: Final = 4 * 2**20
 """Bytes of key columns that are remembered, by default."""
 
 
-class KeysAbove(NamedTuple):
-    """Keys that were received above a seqno.
-
-    Args:
-        keys: each once, the one received first first.
-        complete: whether that is all of them; else some were received too long ago.
-    """
-
-    keys: tuple[bytes, ...]
-    complete: bool
-
-
 class RecentKeys:
     """A ring of the key columns received last, over all partitions.
 
@@ -287,8 +265,10 @@ class RecentKeys:
         """Partitions, each there once, begin at seqnos: what was received up to there before is not known."""
         self._forgotten[partitions] = np.maximum(self._forgotten[partitions], seqnos)
 
-    def above(self, partition: int, seqno: int) -> KeysAbove:
-        """Return the keys of a partition received above a seqno."""
+    def above(self, partition: int, seqno: int) -> tuple[tuple[bytes, ...], bool]:
+        """Return the keys of a partition received above a seqno, each once and the first one first, and whether that is
+        all: others may have been received too long ago.
+        """
         found: dict[bytes, None] = {}
         for block, run in self._by_partition().above(partition, seqno):
             first, last = row_bounds(block.runs)[run : run + 2].tolist()
@@ -300,7 +280,7 @@ class RecentKeys:
             else:
                 rows = list(range(last - first))
             found.update((block.keys[ends[row] : ends[row + 1]], None) for row in rows)
-        return KeysAbove(tuple(found), int(self._forgotten[partition]) <= seqno)
+        return tuple(found), int(self._forgotten[partition]) <= seqno
 
     def drop_above(self, partition: int, seqno: int) -> None:
         """Drop the keys above the seqno to which a partition rolled back."""
@@ -378,11 +358,6 @@ def decode_frame(frame: stream_pb2.Frame) -> tuple[list[Block], npt.NDArray[np.u
             f"a frame of {len(frame.blocks)} blocks with {len(frame.tokens)} bytes of tokens"
         )
     return joined_blocks(frame.blocks, np.frombuffer(frame.tokens, "<u4"))
-
-
-def batch_of(delivery: Delivery) -> ChangeBatch:
-    """Return what a delivery is for the application."""
-    return ChangeBatch(delivery.blocks, lambda: markers_of(delivery.markers()), delivery=delivery)
 
 
 class HandedOut:

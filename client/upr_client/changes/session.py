@@ -17,7 +17,6 @@ from upr_client.changes.events import (
     HandedOut,
     RecentKeys,
     Rollback,
-    batch_of,
     decode_frame,
 )
 from upr_client.changes.groups import Membership, Ownership, fenced, is_of_group
@@ -741,7 +740,7 @@ class Following:
         self.progress.received(delivery, self._clock.now())
         self._calls.brought()
         self._keys.add(delivery.blocks)
-        batch = batch_of(delivery)
+        batch = ChangeBatch(delivery.blocks, delivery)
         self.taken = HandedOut(batch)
         return batch
 

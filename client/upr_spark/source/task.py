@@ -319,7 +319,7 @@ class _Gathered:
         blocks, rows = self._blocks, self.rows
         self._blocks, self.rows, self.size = [], 0, 0
         if rows:
-            yield record_batch(ChangeBatch(blocks, []))
+            yield record_batch(ChangeBatch(blocks))
 
 
 def _position(bucket_version: int, one: Range) -> Position:
