@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
@@ -244,7 +244,3 @@ async def give_way() -> None:
 async def maybe_await(value: Any) -> Any:
     """Return what an application's callback returned, waited for if it is something to wait for."""
     return await value if inspect.isawaitable(value) else value
-
-
-async def unary(method: Callable[..., Awaitable[T]], request: object, seconds: float) -> T:
-    return await method(request, timeout=seconds)

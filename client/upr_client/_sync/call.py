@@ -26,7 +26,6 @@ from upr_client._sync.io import (
     mutex,
     now,
     open_channel,
-    unary,
 )
 from upr_client.changes.groups import is_of_group
 from upr_client.changes.link import MOMENT_SECONDS, CallState
@@ -306,7 +305,6 @@ class Connection:
 
     def stubs(self, route: Route | None = None) -> Stubs:
         """Return the services of the current endpoint of a route; None for that of calls to the active server."""
-        self.check_usable()
         return self.router.stubs(route or self.router.active)
 
     def ask(self, method: Callable[..., Any], request: Any, seconds: float | None = None) -> Any:
@@ -316,7 +314,8 @@ class Connection:
             UprError: it failed, was refused, or took longer.
         """
         try:
-            return unary(method, request, self.request_timeout if seconds is None else seconds)
+            timeout = self.request_timeout if seconds is None else seconds
+            return method(request, timeout=timeout)
         except grpc.RpcError as error:
             raise call_error(error) from error
 
@@ -460,10 +459,6 @@ class Call:
         self._requests.join()
 
 
-class _End(NamedTuple):
-    error: UprError | None
-
-
 _WAKE = object()
 
 
@@ -503,7 +498,7 @@ class Follow:
             self._inbox.put(message)
 
     def _on_end(self, error: UprError | None) -> None:
-        self._inbox.put(_End(error))
+        self._inbox.put(error or UnavailableError("the server ended the call without a reason"))
 
     def opened(self, seconds: float, leaving: Callable[[], bool]) -> stream_pb2.Opened | None:
         """Wait for the server's terms; None when nothing came in ``seconds``.
@@ -526,9 +521,9 @@ class Follow:
 
     @staticmethod
     def _unless_end(message: Any) -> Any:
-        if not isinstance(message, _End):
-            return message
-        raise message.error or UnavailableError("the server ended the call without a reason")
+        if isinstance(message, UprError):
+            raise message
+        return message
 
     def send(self, request: stream_pb2.FollowRequest) -> None:
         """Queue a request; dropped once the server ended the call."""

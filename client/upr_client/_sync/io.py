@@ -219,7 +219,3 @@ def give_way() -> None:
 def maybe_await(value: Any) -> Any:
     """Return what an application's callback returned; here nothing is to be waited for."""
     return value
-
-
-def unary(method: Callable[..., T], request: object, seconds: float) -> T:
-    return method(request, timeout=seconds)
