@@ -1,43 +1,48 @@
 """Silence that may be slowness, and pauses before the next call."""
 
-from upr_client.changes.link import Clock, Patience, Reconnecting
+from upr_client.changes.link import Clock, Reconnecting
 from upr_client.changes.status import Progress
-from upr_protocol.errors import PartitionNotActiveError
+from upr_protocol.errors import PartitionNotActiveError, UnavailableError
+
+SILENT = UnavailableError("silent", reason="SILENT")
+
+
+def calls_at(now: list[float], interval: float = 5.0) -> Reconnecting:
+    """Calls at the time that the list holds, with the longest pauses."""
+    clock = Clock(lambda: now[0], lambda: 0.0, lambda: 1.0)
+    return Reconnecting(interval, None, Progress(), lambda words: None, clock)
 
 
 def test_the_interval_doubles_until_something_is_brought() -> None:
-    patience = Patience(5.0)
+    calls = calls_at([0.0])
     seen = []
     for _ in range(7):
-        seen.append(patience.interval)
-        patience.lost("SILENT")
+        seen.append(calls.interval)
+        calls.lost(SILENT)
     assert seen == [5, 10, 20, 40, 80, 160, 160]
-    patience.lost("UNAVAILABLE")
-    assert patience.interval == 160
-    patience.brought()
-    assert patience.interval == 5
+    calls.lost(UnavailableError("away"))
+    assert calls.interval == 160
+    calls.brought()
+    assert calls.interval == 5
 
 
 def test_a_call_that_holds_is_no_slow_one() -> None:
-    patience = Patience(1.0)
-    patience.lost("SILENT")
-    patience.opened(100.0)
-    patience.beat(118.0)
-    assert patience.interval == 2
-    patience.beat(118.1)
-    assert patience.interval == 1
+    now = [100.0]
+    calls = calls_at(now, 1.0)
+    calls.lost(SILENT)
+    calls.opened()
+    now[0] = 118.0
+    calls.beat()
+    assert calls.interval == 2
+    now[0] = 118.1
+    calls.beat()
+    assert calls.interval == 1
 
 
 def test_the_limit_holds() -> None:
-    patience = Patience(3000.0)
-    patience.lost("SILENT")
-    assert patience.interval == 3600
-
-
-def calls_at(now: list[float]) -> Reconnecting:
-    """Calls at the time that the list holds, with the longest pauses."""
-    clock = Clock(lambda: now[0], lambda: 0.0, lambda: 1.0)
-    return Reconnecting(5.0, None, Progress(), lambda words: None, clock)
+    calls = calls_at([0.0], 3000.0)
+    calls.lost(SILENT)
+    assert calls.interval == 3600
 
 
 def test_a_pause_that_is_bounded_is_no_attempt() -> None:

@@ -133,44 +133,6 @@ _DOUBLINGS_MAX: Final = 5
 _CALM_SILENCES: Final = 3
 
 
-class Patience:
-    """The heartbeat interval to ask for.
-
-    While a message is on its way nothing else comes, and one that takes longer than three intervals on a slow link
-    looks like silence; in the next call it would be sent from its start again, for ever. So the interval doubles
-    with every call that ended in silence and brought nothing, up to 32 times its length. It is the first one again
-    when something was brought, or when a call held for three times as long as silence may last.
-
-    Args:
-        interval: the first one, seconds.
-    """
-
-    def __init__(self, interval: float) -> None:
-        self._first = interval
-        self._doublings = 0
-        self._opened_at = 0.0
-
-    @property
-    def interval(self) -> float:
-        """The interval to ask for, seconds."""
-        doubled: float = self._first * 2**self._doublings
-        return min(doubled, HEARTBEAT_SECONDS_MAX)
-
-    def opened(self, now: float) -> None:
-        self._opened_at = now
-
-    def brought(self) -> None:
-        self._doublings = 0
-
-    def beat(self, now: float) -> None:
-        if now - self._opened_at > _CALM_SILENCES * SILENT_INTERVALS * self.interval:
-            self._doublings = 0
-
-    def lost(self, reason: str) -> None:
-        if reason == SILENT_REASON:
-            self._doublings = min(self._doublings + 1, _DOUBLINGS_MAX)
-
-
 _VIOLATIONS_MAX: Final = 5
 """So often in a row, with no frame in between, the protocol may be broken before that is an error."""
 
@@ -190,10 +152,15 @@ class Clock(NamedTuple):
 
 
 class Reconnecting:
-    """Reconnecting: outcomes of the calls so far, and the time of the next.
+    """Reconnecting: outcomes of the calls so far, the time of the next, and the heartbeat interval to ask for.
+
+    While a message is on its way nothing else comes, and one that takes longer than three intervals on a slow link
+    looks like silence; in the next call it would be sent from its start again, for ever. So the interval doubles
+    with every call that ended in silence and brought nothing, up to 32 times its length. It is the first one again
+    when something was brought, or when a call held for three times as long as silence may last.
 
     Args:
-        heartbeat_seconds: the interval to ask for at first.
+        heartbeat_seconds: the first interval.
         retry_seconds: how long to try without any progress; None for ever.
         say: takes words for people.
     """
@@ -206,7 +173,9 @@ class Reconnecting:
         say: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        self._patience = Patience(heartbeat_seconds)
+        self._first_interval = heartbeat_seconds
+        self._doublings = 0
+        self._opened_at = 0.0
         self._limit = retry_seconds
         self._progress = progress
         self._say = say
@@ -221,7 +190,8 @@ class Reconnecting:
     @property
     def interval(self) -> float:
         """The heartbeat interval to ask for, seconds."""
-        return self._patience.interval
+        doubled: float = self._first_interval * 2**self._doublings
+        return min(doubled, HEARTBEAT_SECONDS_MAX)
 
     def version(self, known: int) -> int | None:
         """Return the version of the bucket to ask for, None for whatever has the name; 0 means not known."""
@@ -258,15 +228,16 @@ class Reconnecting:
         return False
 
     def beat(self) -> None:
-        self._patience.beat(self._clock.now())
+        held = self._clock.now() - self._opened_at
+        if held > _CALM_SILENCES * SILENT_INTERVALS * self.interval:
+            self._doublings = 0
 
     def brought(self) -> None:
-        self._attempt = self._violations = 0
-        self._patience.brought()
+        self._attempt = self._violations = self._doublings = 0
 
     def opened(self) -> None:
         self._any_version = False
-        self._patience.opened(self._clock.now())
+        self._opened_at = self._clock.now()
 
     def not_opened(self, error: UprError, known: int) -> bool:
         """A call was not accepted. Return whether to open another one at once; ``known`` as for ``version``."""
@@ -287,7 +258,8 @@ class Reconnecting:
         Raises:
             UprError: trying again does not mend it, or was tried for long enough.
         """
-        self._patience.lost(error.reason)
+        if error.reason == SILENT_REASON:
+            self._doublings = min(self._doublings + 1, _DOUBLINGS_MAX)
         if not error.retriable:
             raise error
         if isinstance(error, ProtocolError):
