@@ -17,7 +17,9 @@ class HasStatus(Protocol):
         """Return a snapshot."""
 
 
-_GAUGES: Final[dict[str, tuple[str, Callable[[ChangesStatus], float]]]] = {
+Metrics = dict[str, tuple[str, Callable[[ChangesStatus], float | None]]]
+
+_GAUGES: Final[Metrics] = {
     "upr_changes_connected": ("Whether there is a call.", lambda s: s.connected),
     "upr_changes_partitions": ("Partitions that are followed.", lambda s: s.partitions),
     "upr_changes_live_partitions": ("Partitions with an open stream.", lambda s: s.live),
@@ -29,8 +31,12 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[ChangesStatus], float]]]] = {
     "upr_changes_lag": ("Mutations that the server is ahead.", lambda s: s.lag),
     "upr_changes_lag_seconds": ("Age of what is furthest behind.", lambda s: s.lag_seconds),
     "upr_changes_owned_partitions": ("Partitions of this member of a group.", lambda s: s.owned),
+    "upr_changes_last_progress_seconds": (
+        "Seconds since the last change or marker came.",
+        lambda s: s.last_progress,
+    ),
 }
-_COUNTERS: Final[dict[str, tuple[str, Callable[[ChangesStatus], float]]]] = {
+_COUNTERS: Final[Metrics] = {
     "upr_changes_received": ("Changes received.", lambda s: s.changes),
     "upr_changes_reconnects": ("Calls that were lost.", lambda s: s.reconnects),
 }
@@ -69,7 +75,9 @@ class ChangesCollector:
             for title, (words, value) in metrics.items():
                 metric = family(title, words, labels=["consumer"])
                 for name, status in found.items():
-                    metric.add_metric([name], float(value(status)))
+                    number = value(status)
+                    if number is not None:
+                        metric.add_metric([name], float(number))
                 yield metric
         rollbacks = self._core.CounterMetricFamily(
             "upr_changes_rollbacks", "Rollbacks by the server's rule.", labels=["consumer", "rule"]
@@ -78,12 +86,3 @@ class ChangesCollector:
             for rule, count in status.rollbacks.items():
                 rollbacks.add_metric([name, rule], count)
         yield rollbacks
-        progress = self._core.GaugeMetricFamily(
-            "upr_changes_last_progress_seconds",
-            "Seconds since the last change or marker came.",
-            labels=["consumer"],
-        )
-        for name, status in found.items():
-            if status.last_progress is not None:
-                progress.add_metric([name], status.last_progress)
-        yield progress
