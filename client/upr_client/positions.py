@@ -135,7 +135,10 @@ class FilePositions:
             PositionStoreError: it cannot be written; the old file is untouched.
         """
         added = PositionTable.of(positions)
-        _check_sizes(added)
+        sizes = added.sizes()
+        if len(sizes):
+            largest = int(sizes.argmax())
+            _check_size(int(added.rows["partition"][largest]), int(sizes[largest]))
         with self._mutex, self._locked_folder() as folder:
             data = self._read()
             if self._known is None:
@@ -265,29 +268,10 @@ def save_positions(store: PositionStore, positions: Mapping[int, Position]) -> N
     store.save(positions if type(store) in (FilePositions, MemoryPositions) else dict(positions))
 
 
-def position_text(partition: int, position: Position) -> str:
-    """Return a position as one line of JSON, of at most ``POSITION_BYTES_MAX`` ASCII characters.
-
-    Raises:
-        InvalidArgumentError: the partition is out of range, or the text would be larger.
-    """
-    check_partition(partition)
-    text = position.to_json()
-    if len(text) > POSITION_BYTES_MAX:
+def _check_size(partition: int, size: int) -> None:
+    if size > POSITION_BYTES_MAX:
         raise InvalidArgumentError(
-            f"position of partition {partition} is {len(text)} bytes as JSON; must be at most {POSITION_BYTES_MAX}",
-            hint="thin its markers with upr_protocol.position.thin_markers",
-        )
-    return text
-
-
-def _check_sizes(table: PositionTable) -> None:
-    sizes = table.sizes()
-    if len(sizes) and int(sizes.max()) > POSITION_BYTES_MAX:
-        largest = int(sizes.argmax())
-        raise InvalidArgumentError(
-            f"position of partition {table.rows['partition'][largest]} is {sizes[largest]} bytes; "
-            f"must be at most {POSITION_BYTES_MAX}",
+            f"position of partition {partition} is {size} bytes; must be at most {POSITION_BYTES_MAX}",
             hint="thin its markers with upr_protocol.position.thin_markers",
         )
 
@@ -458,7 +442,8 @@ class SqlitePositions:
     def _to_rows(self, positions: Mapping[int, Position]) -> list[tuple[str, int, int, int, str]]:
         rows = []
         for partition, position in positions.items():
-            text = position_text(partition, position)
+            text = position.to_json()
+            _check_size(check_partition(partition), len(text))
             crc = self._crc32(partition, text.encode())
             rows.append((self._consumer, int(partition), _SQLITE_FORMAT, crc, text))
         return rows

@@ -10,7 +10,8 @@ It needs no test framework: what is wrong is an AssertionError that says so in w
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from dataclasses import fields
+from typing import Any
 
 from upr_client.positions import PositionStore, save_positions
 from upr_protocol.failover import FailoverLog
@@ -26,17 +27,6 @@ from upr_protocol.position import Position
 from upr_protocol.position_table import PositionTable
 
 MakeStore = Callable[[], PositionStore]
-
-_FIELDS: Final = (
-    "bucket",
-    "bucket_version",
-    "failover_id",
-    "data_id",
-    "seqno",
-    "horizon",
-    "markers",
-    "log",
-)
 
 
 def positions_to_keep() -> dict[str, Position]:
@@ -129,11 +119,11 @@ def _compare(found: Mapping[int, Position], expected: Mapping[int, Position], wh
             isinstance(got, Position),
             f"{when}: load returns {type(got).__name__} for partition {partition}, not a Position",
         )
-        for field in _FIELDS:
-            value, other = getattr(wanted, field), getattr(got, field)
+        for field in fields(Position):
+            value, other = getattr(wanted, field.name), getattr(got, field.name)
             _require(
                 value == other and type(value) is type(other),
-                f"{when}: {field} of partition {partition} was saved as {value!r} and loaded as {other!r}",
+                f"{when}: {field.name} of partition {partition} was saved as {value!r} and loaded as {other!r}",
             )
 
 
