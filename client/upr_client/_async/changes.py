@@ -723,13 +723,7 @@ class AsyncChanges:
             UprError: as iterating raises.
         """
         self._ledger()
-        options = HandlingOptions(
-            concurrency=concurrency,
-            order=order,
-            retries=retries,
-            dead_letter=dead_letter,
-            on_rollback_event=on_rollback_event,
-        )
+        options = HandlingOptions(concurrency, order, retries, dead_letter, on_rollback_event)
         if self._options.on_rollback in ("event", "restart") and on_rollback_event is None:
             raise InvalidArgumentError(
                 f"on_rollback_event is None; with on_rollback={self._options.on_rollback!r} it must be a function",

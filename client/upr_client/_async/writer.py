@@ -9,23 +9,10 @@ from typing import Self
 from upr_client._async.block_writer import AsyncBlockWriter, Write
 from upr_client._async.call import BucketHandle
 from upr_client._async.io import Background, Event, give_way, maybe_await, mutex, now
-from upr_client.writes import (
-    DURABILITIES,
-    Batch,
-    Failures,
-    WriteResults,
-    WriterOptions,
-)
+from upr_client.writes import DURABILITIES, Batch, Failures, WriteResults, WriterOptions
 from upr_protocol.block import ROW_BYTES, build_block, check_row
-from upr_protocol.errors import (
-    ClosedError,
-    UprError,
-)
-from upr_protocol.limits import (
-    KEY_BYTES_MAX,
-    VALUE_BYTES_MAX,
-    choice,
-)
+from upr_protocol.errors import ClosedError, UprError
+from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX, choice
 
 _logger = logging.getLogger("upr_client")
 
@@ -195,10 +182,7 @@ class AsyncWriter:
             return self._outstanding > self._outstanding_max
 
     def _refuse(self) -> None:
-        failure = self._failures.take()
-        self._refusing = self._stopped or bool(self._failures)
-        if failure is not None:
-            raise failure
+        self._tell_failure()
         self._bucket.connection.check_usable()
         if not self._entered:
             raise ClosedError("the writer is not open", hint="use it in a with statement")

@@ -411,7 +411,7 @@ CONCURRENCY_MAX: Final = 1024
 RETRIES: Final = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HandlingOptions:
     """The meanings are those of ``AsyncChanges.run``.
 
@@ -419,11 +419,11 @@ class HandlingOptions:
         InvalidArgumentError: a value is out of its range.
     """
 
-    concurrency: int = CONCURRENCY
-    order: Literal["partition", "key"] = "partition"
-    retries: int = RETRIES
-    dead_letter: Callable[[Change, Exception], Any] | None = None
-    on_rollback_event: Callable[[Rollback], Any] | None = None
+    concurrency: int
+    order: Literal["partition", "key"]
+    retries: int
+    dead_letter: Callable[[Change, Exception], Any] | None
+    on_rollback_event: Callable[[Rollback], Any] | None
 
     def __post_init__(self) -> None:
         if not 1 <= self.concurrency <= CONCURRENCY_MAX:
