@@ -85,10 +85,10 @@ class WriteResults:
 
     __slots__ = ("_applied", "bucket_version", "rows")
 
-    def __init__(self, rows: int, runs: Applied | Sequence[Run], bucket_version: int = 0) -> None:
+    def __init__(self, rows: int, runs: Applied, bucket_version: int) -> None:
         self.rows = rows
         self.bucket_version = bucket_version
-        self._applied = runs if isinstance(runs, np.ndarray) else applied_of(runs)
+        self._applied = runs
 
     @property
     def runs(self) -> list[Run]:
@@ -115,11 +115,6 @@ class WriteResults:
 
     def __repr__(self) -> str:
         return f"WriteResults(rows={self.rows}, runs={self.runs}, bucket_version={self.bucket_version})"
-
-
-def applied_of(runs: Sequence[Run]) -> Applied:
-    """Return runs as columns."""
-    return np.array(runs, np.uint64).reshape(-1, 4).T
 
 
 AtLeast = WriteToken | WriteResult | WriteResults | None

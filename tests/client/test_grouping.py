@@ -624,7 +624,7 @@ def test_each_bundle_is_told_what_its_own_rows_were_given(
             assert isinstance(outcome, PartlyWrittenError)
         else:
             assert isinstance(outcome, np.ndarray)
-            assert WriteResults(0, outcome).runs == sorted(given.values())
+            assert WriteResults(0, outcome, 0).runs == sorted(given.values())
 
 
 def test_a_group_that_nothing_can_join_any_more_does_not_wait() -> None:

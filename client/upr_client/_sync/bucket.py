@@ -38,7 +38,7 @@ from upr_client.writes import (
     WriteResult,
     WriteResults,
     WriterOptions,
-    applied_of,
+    result_columns,
     token_of,
 )
 from upr_protocol.block import Block, blocks_of_pairs, check_row, pairs_bytes
@@ -207,7 +207,7 @@ class Bucket:
             give_way()
             if any(write.error is not None for write in writes[-128:]):
                 break
-        runs = [applied_of([])]
+        runs = [result_columns([])]
         failure: Exception | None = None
         for write in writes:
             try:

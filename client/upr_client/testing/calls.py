@@ -550,14 +550,10 @@ class FollowCall:
         if self._out:
             return self._out.popleft()
         now = time.monotonic()
-        if self._ending is not None:
-            if self.call.half_closed or now >= self._close_by:
-                self.call.finish()
-            return None
-        if self.call.half_closed:
+        if self.call.half_closed or (self._ending is not None and now >= self._close_by):
             self.call.finish()
             return None
-        if self._opening is None:
+        if self._opening is None or self._ending is not None:
             return None
         if self._beat_now or self._liveness.heartbeat_due(now):
             return self._heartbeat(now)

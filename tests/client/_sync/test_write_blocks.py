@@ -21,7 +21,6 @@ from upr_client._sync.block_writer import BlockWriter
 from upr_client.errors import InvalidArgumentError, NoRoomError, PartitionNotActiveError
 from upr_client.lowlevel import write_blocks
 from upr_client.testing import ScriptedServer
-from upr_client.types import WriteResults
 from upr_protocol.block import build_block
 from upr_protocol.errors import ContentDiffersError, OutOfOrderError
 from upr_protocol.partitioning import partition_of
@@ -81,7 +80,8 @@ def test_a_name_begins_at_number_one_whatever_the_server_knows() -> None:
     with serve(write=[script]) as server, Client(server.target) as client:
         blocks = [build_block([KEY], [b"%d" % number]) for number in range(2)]
         written = write_blocks(client.bucket(), blocks, once="a name")
-        assert written == WriteResults(2, [(P, 0, 1, ID_A), (P, 1, 2, ID_A)], VERSION)
+        assert written.runs == [(P, 0, 1, ID_A), (P, 1, 2, ID_A)]
+        assert (written.rows, written.bucket_version) == (2, VERSION)
         heard = server.calls["write"][0]
         assert [open_.producer for open_ in heard.of("open")] == ["a name"]
         assert [write.number for write in heard.of("write")] == [1, 2]
