@@ -40,7 +40,10 @@ def without_words(module: ModuleType, names: list[str]) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", [upr_client, admin, errors, lowlevel, testing, types])
 def test_every_public_name_is_documented(module: ModuleType) -> None:
-    assert sorted(set(without_words(module, module.__all__))) == []
+    classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
+    names = getattr(module, "__all__", classes)
+    assert names
+    assert sorted(set(without_words(module, names))) == []
 
 
 def test_one_import_is_enough_for_all_that_is_named() -> None:
@@ -51,7 +54,7 @@ def test_one_import_is_enough_for_all_that_is_named() -> None:
 
 def test_every_error_is_in_the_one_place_for_errors() -> None:
     defined = {name for name in vars(definitions) if name.endswith("Error")}
-    assert defined - set(errors.__all__) == set()
+    assert defined - vars(errors).keys() == set()
 
 
 @pytest.mark.parametrize("name", RETURNED)

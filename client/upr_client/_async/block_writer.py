@@ -74,7 +74,6 @@ class Write:
 
     @property
     def applied(self) -> Applied:
-        """Return the runs that were applied so far."""
         return result_columns(self.results)
 
     async def result(self) -> Applied:

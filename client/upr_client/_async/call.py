@@ -66,7 +66,6 @@ class Stubs(NamedTuple):
     sets: Any
     endpoint: str
     route: Route
-    """That chose the endpoint."""
     held: Any
     """What ``Router.raw`` returned: it keeps the channel open, also when the endpoint is forgotten meanwhile."""
 
@@ -76,8 +75,6 @@ class Router:
 
     Args:
         endpoints: at least one, to begin with; servers name others.
-        credentials: for TLS; None for plain channels.
-        token: sent with every call; None for none.
         channel: the channel to use instead, of the caller's; it is not closed here.
         check: raises ClosedError when the client cannot be used any more.
 
@@ -140,7 +137,6 @@ class Router:
         return None if self._token is None else authorization(self._token)
 
     def learn(self, servers: Iterable[str]) -> None:
-        """Remember further servers of the set; see ``Servers.learn``."""
         with self._mutex:
             before = self._servers.all
             self._servers.learn(servers)
@@ -260,10 +256,8 @@ class Connection:
     """Connection of a client, shared with its buckets, streams and writers.
 
     Attributes:
-        router: the endpoints.
         connect_timeout, request_timeout, retry_seconds: as ``AsyncClient`` takes them.
         open: of each stream that is open, the function that closes it.
-        closed: whether the client was closed.
     """
 
     def __init__(
@@ -296,7 +290,6 @@ class Connection:
         self.check_process()
 
     def check_process(self) -> None:
-        """Raise ClosedError in a process that was forked off."""
         if self.is_foreign:
             raise ClosedError(
                 "the client was made in another process", hint="open a new one after the fork"
@@ -368,13 +361,7 @@ class Connection:
 
 
 class BucketHandle:
-    """A bucket as its streams and writers know it.
-
-    Attributes:
-        connection: to its server.
-        name: the bucket's.
-        version: its random id, 0 until the server answered something.
-    """
+    """A bucket as its streams and writers know it; ``version`` is its random id, 0 until the server answered something."""
 
     def __init__(self, connection: Connection, name: str) -> None:
         self.connection = connection
@@ -398,7 +385,6 @@ class Call:
     that is ever sent, and everything after it is dropped.
 
     Args:
-        method: the stub's method.
         name: of the reader's task or thread.
         on_message: takes each message, on the reader; must not block.
         on_end: takes the error the call ended with, None for a good end.
@@ -471,10 +457,6 @@ class Follow:
     What the reader gets is bounded by the credit: frames wait until they are taken, and only then is their credit
     given back; of heartbeats only the newest numbers are kept.
 
-    Args:
-        method: the stub's Follow.
-        request: the Open.
-
     Attributes:
         waits: whether ``next`` waits for a message; so also after an exception that it did not raise itself.
     """
@@ -529,7 +511,6 @@ class Follow:
         return message
 
     def send(self, request: stream_pb2.FollowRequest) -> None:
-        """Queue a request; dropped once the server ended the call."""
         self._call.send(request)
 
     async def next(self, seconds: float | None) -> stream_pb2.FollowResponse | None:
@@ -576,7 +557,7 @@ class Follow:
         self._inbox.put(_WAKE)
 
     def highs(self) -> npt.NDArray[np.uint64]:
-        """Return the high seqnos of the heartbeats, of all 1024 partitions; 0 for none."""
+        """As ``CallState.highs``."""
         return self._state.highs
 
     async def finish(self, seconds: float) -> None:

@@ -50,11 +50,7 @@ Lane = Queue[Change | None]
 
 
 class Handling:
-    """One ``AsyncChanges.run``.
-
-    Args:
-        handler: takes a change; what it returns is waited for, if that can be.
-    """
+    """One ``AsyncChanges.run``."""
 
     def __init__(
         self, changes: "AsyncChanges", handler: Callable[[Change], Any], options: HandlingOptions

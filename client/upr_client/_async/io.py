@@ -98,7 +98,6 @@ class NextTurn:
         self._asked = False
 
     def ask(self) -> None:
-        """Have it done; does not wait."""
         if not self._asked:
             asyncio.get_running_loop().call_soon(self._do)
             self._asked = True

@@ -15,11 +15,9 @@ from upr_protocol.position_table import Found
 
 
 class PositionStorage:
-    """Storage of the positions of one ``AsyncChanges``.
+    """Storage of the positions of one ``AsyncChanges``; ``mutex`` guards ``following``.
 
     Args:
-        mutex: guards ``following``.
-        say: takes words for people.
         tell: takes what the server is to know once positions are stored.
     """
 

@@ -21,14 +21,10 @@ class Waiters:
             moved.set()
 
     async def until_reached(self, is_reached: Callable[[], bool], seconds: float) -> None:
-        """Wait until writes are reached.
-
-        Args:
-            is_reached: asked at first, and at each ``wake``.
+        """Wait until writes are reached, which is asked at first and at each ``wake``.
 
         Raises:
             BehindError: they were not reached within ``seconds``.
-            UprError: ``is_reached`` raised it.
         """
         until, moved = now() + seconds, Event()
         self._moved.add(moved)

@@ -75,7 +75,6 @@ class Write:
 
     @property
     def applied(self) -> Applied:
-        """Return the runs that were applied so far."""
         return result_columns(self.results)
 
     def result(self) -> Applied:

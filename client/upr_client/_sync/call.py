@@ -67,7 +67,6 @@ class Stubs(NamedTuple):
     sets: Any
     endpoint: str
     route: Route
-    """That chose the endpoint."""
     held: Any
     """What ``Router.raw`` returned: it keeps the channel open, also when the endpoint is forgotten meanwhile."""
 
@@ -77,8 +76,6 @@ class Router:
 
     Args:
         endpoints: at least one, to begin with; servers name others.
-        credentials: for TLS; None for plain channels.
-        token: sent with every call; None for none.
         channel: the channel to use instead, of the caller's; it is not closed here.
         check: raises ClosedError when the client cannot be used any more.
 
@@ -141,7 +138,6 @@ class Router:
         return None if self._token is None else authorization(self._token)
 
     def learn(self, servers: Iterable[str]) -> None:
-        """Remember further servers of the set; see ``Servers.learn``."""
         with self._mutex:
             before = self._servers.all
             self._servers.learn(servers)
@@ -261,10 +257,8 @@ class Connection:
     """Connection of a client, shared with its buckets, streams and writers.
 
     Attributes:
-        router: the endpoints.
         connect_timeout, request_timeout, retry_seconds: as ``Client`` takes them.
         open: of each stream that is open, the function that closes it.
-        closed: whether the client was closed.
     """
 
     def __init__(
@@ -297,7 +291,6 @@ class Connection:
         self.check_process()
 
     def check_process(self) -> None:
-        """Raise ClosedError in a process that was forked off."""
         if self.is_foreign:
             raise ClosedError(
                 "the client was made in another process", hint="open a new one after the fork"
@@ -367,13 +360,7 @@ class Connection:
 
 
 class BucketHandle:
-    """A bucket as its streams and writers know it.
-
-    Attributes:
-        connection: to its server.
-        name: the bucket's.
-        version: its random id, 0 until the server answered something.
-    """
+    """A bucket as its streams and writers know it; ``version`` is its random id, 0 until the server answered something."""
 
     def __init__(self, connection: Connection, name: str) -> None:
         self.connection = connection
@@ -395,7 +382,6 @@ class Call:
     that is ever sent, and everything after it is dropped.
 
     Args:
-        method: the stub's method.
         name: of the reader's task or thread.
         on_message: takes each message, on the reader; must not block.
         on_end: takes the error the call ended with, None for a good end.
@@ -468,10 +454,6 @@ class Follow:
     What the reader gets is bounded by the credit: frames wait until they are taken, and only then is their credit
     given back; of heartbeats only the newest numbers are kept.
 
-    Args:
-        method: the stub's Follow.
-        request: the Open.
-
     Attributes:
         waits: whether ``next`` waits for a message; so also after an exception that it did not raise itself.
     """
@@ -526,7 +508,6 @@ class Follow:
         return message
 
     def send(self, request: stream_pb2.FollowRequest) -> None:
-        """Queue a request; dropped once the server ended the call."""
         self._call.send(request)
 
     def next(self, seconds: float | None) -> stream_pb2.FollowResponse | None:
@@ -573,7 +554,7 @@ class Follow:
         self._inbox.put(_WAKE)
 
     def highs(self) -> npt.NDArray[np.uint64]:
-        """Return the high seqnos of the heartbeats, of all 1024 partitions; 0 for none."""
+        """As ``CallState.highs``."""
         return self._state.highs
 
     def finish(self, seconds: float) -> None:

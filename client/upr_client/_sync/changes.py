@@ -51,11 +51,7 @@ Lane = Queue[Change | None]
 
 
 class Handling:
-    """One ``Changes.run``.
-
-    Args:
-        handler: takes a change; what it returns is waited for, if that can be.
-    """
+    """One ``Changes.run``."""
 
     def __init__(
         self, changes: "Changes", handler: Callable[[Change], Any], options: HandlingOptions

@@ -99,7 +99,6 @@ class NextTurn:
         self._work = work
 
     def ask(self) -> None:
-        """Do it."""
         self._work()
 
 

@@ -16,11 +16,9 @@ from upr_protocol.position_table import Found
 
 
 class PositionStorage:
-    """Storage of the positions of one ``Changes``.
+    """Storage of the positions of one ``Changes``; ``mutex`` guards ``following``.
 
     Args:
-        mutex: guards ``following``.
-        say: takes words for people.
         tell: takes what the server is to know once positions are stored.
     """
 
