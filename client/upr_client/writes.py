@@ -11,14 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import (
-    OP_SET,
-    ROW_BYTES,
-    Block,
-    build_block,
-    join_blocks,
-    select_runs,
-)
+from upr_protocol.block import OP_SET, ROW_BYTES, Block, build_block, join_blocks, select_runs
 from upr_protocol.errors import (
     InvalidArgumentError,
     PartlyWrittenError,

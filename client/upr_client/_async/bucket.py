@@ -16,15 +16,7 @@ from upr_client._async.io import Event, give_way, mutex, now
 from upr_client._async.view import AsyncView
 from upr_client._async.writer import AsyncWriter
 from upr_client.backoff import delay
-from upr_client.changes.options import (
-    ChangesOptions,
-    Only,
-    Policy,
-    Resume,
-    Start,
-    Tuning,
-    Until,
-)
+from upr_client.changes.options import ChangesOptions, Only, Policy, Resume, Start, Tuning, Until
 from upr_client.endpoints import READ_FROM, is_elsewhere, moves_on
 from upr_client.writes import (
     BATCH_ROWS,

@@ -12,13 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from upr_client import backoff
-from upr_client.changes.events import (
-    ChangeBatch,
-    HandedOut,
-    RecentKeys,
-    Rollback,
-    decode_frame,
-)
+from upr_client.changes.events import ChangeBatch, HandedOut, RecentKeys, Rollback, decode_frame
 from upr_client.changes.groups import Membership, Ownership, fenced, is_of_group
 from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock, Reconnecting, ack_message, start_message
@@ -27,12 +21,7 @@ from upr_client.changes.partition_states import PartitionStates, named
 from upr_client.changes.status import ChangesStatus, Progress
 from upr_protocol.block import U64
 from upr_protocol.consumer import Consumer, Fate, State, fate_of
-from upr_protocol.errors import (
-    InvalidArgumentError,
-    ProtocolError,
-    RollbackError,
-    UprError,
-)
+from upr_protocol.errors import InvalidArgumentError, ProtocolError, RollbackError, UprError
 from upr_protocol.failover import FailoverLog, WriteToken, WrittenSeqno
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position

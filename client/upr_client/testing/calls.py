@@ -34,12 +34,7 @@ from upr_protocol.errors import (
 from upr_protocol.failover import check_failover_id, check_partition, check_seqno
 from upr_protocol.flow import CreditWindow, Liveness, granted_window
 from upr_protocol.handshake import StartAnswer, answer_start
-from upr_protocol.limits import (
-    FRAME_BYTES,
-    HEARTBEAT_SECONDS,
-    PARTITIONS,
-    WRITES_IN_FLIGHT_MAX,
-)
+from upr_protocol.limits import FRAME_BYTES, HEARTBEAT_SECONDS, PARTITIONS, WRITES_IN_FLIGHT_MAX
 from upr_protocol.position_table import START
 from upr_protocol.wire.codec import (
     block_of_write,
