@@ -65,7 +65,7 @@ class AsyncAdmin:
 
     async def status(self) -> ServerStatus:
         """Return what the server process is and uses."""
-        stub = self._connection.stubs(self._connection.router.first).admin.GetStatus
+        stub = self._connection.stubs(self._connection.first).admin.GetStatus
         return server_status(await self._connection.ask(stub, wire.GetStatusRequest()))
 
     # The set of servers.
@@ -76,7 +76,7 @@ class AsyncAdmin:
         found = topology(await self._connection.ask(stub, set_pb2.GetTopologyRequest()))
         if len(found.members) > 1:
             # The address of one that is alone says nothing that the client needs.
-            self._connection.router.learn(member.address for member in found.members)
+            self._connection.learn(member.address for member in found.members)
         return found
 
     async def promote(
@@ -94,7 +94,7 @@ class AsyncAdmin:
                 another failure ``topology`` says who is active.
         """
         request = set_pb2.PromoteRequest(force=force, takeover=takeover)
-        stub = self._connection.stubs(self._connection.router.first).sets.Promote
+        stub = self._connection.stubs(self._connection.first).sets.Promote
         return promotion(await self._connection.ask(stub, request, seconds))
 
     async def drain(self, *, undo: bool = False) -> str:
@@ -110,7 +110,7 @@ class AsyncAdmin:
         Raises:
             UprError: NO_SUCCESSOR, none can take over; nothing is changed.
         """
-        stub = self._connection.stubs(self._connection.router.first).sets.Drain
+        stub = self._connection.stubs(self._connection.first).sets.Drain
         answer = await self._connection.ask(stub, set_pb2.DrainRequest(undo=undo))
         return str(answer.successor.address)
 

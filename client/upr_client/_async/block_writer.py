@@ -322,9 +322,7 @@ class AsyncBlockWriter:
                 stubs = self._connection.stubs()
                 error = await self._one_call(stubs)
                 if not self._closing.is_set():
-                    longest = self._connection.failed(
-                        error, stubs, self._progress_at != answered_at
-                    )
+                    longest = self._connection.lost(error, stubs, self._progress_at != answered_at)
             except UprError as failure:
                 error = failure
             except Exception as failure:
@@ -468,7 +466,7 @@ class AsyncBlockWriter:
             )
             return
         self._version = self._bucket.version = opened.bucket_version
-        self._connection.router.learn(opened.servers)
+        self._connection.learn(opened.servers)
         self._window = min(opened.writes_in_flight or WRITES_IN_FLIGHT_MAX, WRITES_IN_FLIGHT_MAX)
         if self._next_number is None:
             self._next_number = opened.last_number + 1

@@ -327,26 +327,25 @@ class AsyncBucket:
 
     async def _get(self, request: kv_pb2.GetRequest, seconds: float | None) -> kv_pb2.GetResponse:
         """Ask for keys; while no server is the one to answer, ask again."""
-        connection, attempt = self._connection, 0
-        router, each = connection.router, None
+        connection, attempt, each = self._connection, 0, None
         last: UprError | None = None
         until = now() + (connection.request_timeout if seconds is None else seconds)
         while True:
             left = until - now()
             if request.at_least:
                 # A part of the time for each server, so that one that is behind, or silent, leaves some for the others.
-                servers = len(router.endpoints) if request.any_server else 1
+                servers = len(connection.endpoints) if request.any_server else 1
                 share = max(left * _WAIT_PART / servers, 0.0)
                 request.wait_seconds = min(share, AT_LEAST_SECONDS_MAX)
                 # So that the end is the server's answer, which says more than that time is over.
                 left += _ANSWER_SECONDS
                 each = share + _ANSWER_SECONDS
             try:
-                keys = connection.stubs(router.anywhere if request.any_server else None).keys
+                keys = connection.stubs(connection.anywhere if request.any_server else None).keys
                 answer: kv_pb2.GetResponse = await self._handle.ask(
                     partial(keys.Get, each=each), request, left
                 )
-                router.learn(answer.servers)
+                connection.learn(answer.servers)
                 return answer
             except UprError as error:
                 if is_elsewhere(error):

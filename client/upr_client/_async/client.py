@@ -81,12 +81,12 @@ class AsyncClient:
     @property
     def target(self) -> str:
         """The endpoint that is used now."""
-        return self._connection.router.active.current
+        return self._connection.active.current
 
     @property
     def endpoints(self) -> tuple[str, ...]:
         """All endpoints, in the order in which they are tried: those given, then those that servers named."""
-        return self._connection.router.endpoints
+        return self._connection.endpoints
 
     async def __aenter__(self) -> Self:
         self._connection.check_usable()
@@ -132,6 +132,4 @@ class AsyncClient:
             for bucket in self._buckets:
                 await bucket._close(connection.request_timeout)
         finally:
-            connection.closed = True
-            for channel in connection.router.take_channels():
-                await channel.close()
+            await connection.close()

@@ -66,7 +66,7 @@ class Admin:
 
     def status(self) -> ServerStatus:
         """Return what the server process is and uses."""
-        stub = self._connection.stubs(self._connection.router.first).admin.GetStatus
+        stub = self._connection.stubs(self._connection.first).admin.GetStatus
         return server_status(self._connection.ask(stub, wire.GetStatusRequest()))
 
     # The set of servers.
@@ -77,7 +77,7 @@ class Admin:
         found = topology(self._connection.ask(stub, set_pb2.GetTopologyRequest()))
         if len(found.members) > 1:
             # The address of one that is alone says nothing that the client needs.
-            self._connection.router.learn(member.address for member in found.members)
+            self._connection.learn(member.address for member in found.members)
         return found
 
     def promote(
@@ -95,7 +95,7 @@ class Admin:
                 another failure ``topology`` says who is active.
         """
         request = set_pb2.PromoteRequest(force=force, takeover=takeover)
-        stub = self._connection.stubs(self._connection.router.first).sets.Promote
+        stub = self._connection.stubs(self._connection.first).sets.Promote
         return promotion(self._connection.ask(stub, request, seconds))
 
     def drain(self, *, undo: bool = False) -> str:
@@ -111,7 +111,7 @@ class Admin:
         Raises:
             UprError: NO_SUCCESSOR, none can take over; nothing is changed.
         """
-        stub = self._connection.stubs(self._connection.router.first).sets.Drain
+        stub = self._connection.stubs(self._connection.first).sets.Drain
         answer = self._connection.ask(stub, set_pb2.DrainRequest(undo=undo))
         return str(answer.successor.address)
 

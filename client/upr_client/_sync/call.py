@@ -68,21 +68,22 @@ class Stubs(NamedTuple):
     endpoint: str
     route: Route
     held: Any
-    """What ``Router.raw`` returned: it keeps the channel open, also when the endpoint is forgotten meanwhile."""
+    """What ``Connection.raw`` returned: it keeps the channel open, also when the endpoint is forgotten meanwhile."""
 
 
-class Router:
-    """The endpoints of a client with their channels, and the routes of its calls.
+class Connection:
+    """Connection of a client, shared with its buckets, streams and writers: endpoints, their channels, and routes of calls.
 
     Args:
         endpoints: at least one, to begin with; servers name others.
         channel: the channel to use instead, of the caller's; it is not closed here.
-        check: raises ClosedError when the client cannot be used any more.
 
     Attributes:
+        connect_timeout, request_timeout, retry_seconds: as ``Client`` takes them.
         active: the route of calls to the active server.
         anywhere: the route of unary calls that any server may answer.
         first: the route of calls about one server, which go to the first endpoint given and to no other.
+        open: of each stream that is open, the function that closes it.
     """
 
     def __init__(
@@ -91,19 +92,55 @@ class Router:
         credentials: grpc.ChannelCredentials | None,
         token: Token | None,
         channel: Channel | None,
-        check: Callable[[], None],
+        connect_timeout: float,
+        request_timeout: float,
+        retry_seconds: float | None,
     ) -> None:
+        self.connect_timeout = connect_timeout
+        self.request_timeout = request_timeout
+        self.retry_seconds = retry_seconds
         # A token, and a channel, are for those that they were given for.
         self._servers = Servers(endpoints, only_given=bool(token or channel))
         self.active, self.anywhere = Route(self._servers), Route(self._servers)
         self.first = Route(Servers(endpoints[:1], only_given=True))
-        self.check = check
+        self.open: list[Callable[[], Any]] = []
+        self.closed = False
         self._credentials = credentials
         self._token = token
         self._given = channel
         self._channels: dict[str, Channel] = {}
         self._raw: dict[str, tuple[Any, ...]] = {}
         self._mutex = mutex()
+        self._process = os.getpid()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is another process than the one that made it: a forked one."""
+        return self._process != os.getpid()
+
+    def check_usable(self) -> None:
+        """Raise ClosedError when nothing can be asked any more."""
+        if self.closed:
+            raise ClosedError("the client was closed", hint="open a new one")
+        self.check_process()
+
+    def check_process(self) -> None:
+        if self.is_foreign:
+            raise ClosedError(
+                "the client was made in another process", hint="open a new one after the fork"
+            )
+
+    def close(self) -> None:
+        """Nothing can be asked any more; the channels that were made here are closed."""
+        self.closed = True
+        with self._mutex:
+            channels = list(self._channels.values())
+            self._channels.clear()
+            self._raw.clear()
+        for channel in channels:
+            channel.close()
+
+    # Endpoints.
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -114,7 +151,9 @@ class Router:
         """Return the route of a follower; one of any server has its own, because others may not be behind for others."""
         return Route(self._servers, self.anywhere.current) if any_server else self.active
 
-    def stubs(self, route: Route) -> Stubs:
+    def stubs(self, route: Route | None = None) -> Stubs:
+        """Return the services of the current endpoint of a route; None for that of calls to the active server."""
+        route = route or self.active
         endpoint = route.current
         raw = self.raw(endpoint)
         streams, keys, admin, sets = (_Service(self, endpoint, n, route) for n in range(4))
@@ -123,7 +162,7 @@ class Router:
     def raw(self, endpoint: str) -> tuple[Any, ...]:
         """Return functions that return gRPC's own stubs of an endpoint, and its channel; all are made when first needed."""
         with self._mutex:
-            self.check()
+            self.check_usable()
             stubs = self._raw.get(endpoint)
             if stubs is None:
                 channel = self._given
@@ -165,141 +204,6 @@ class Router:
         with self._mutex:
             return route.another(tried, named)
 
-    def give_up(self, stubs: Stubs) -> Channel | None:
-        """Return the channel behind some stubs, to be closed: the next call opens another one. None when it was given
-        up already, or is the caller's.
-        """
-        with self._mutex:
-            if self._raw.get(stubs.endpoint) is not stubs.held:
-                return None
-            self._raw.pop(stubs.endpoint, None)
-            return self._channels.pop(stubs.endpoint, None)
-
-    def take_channels(self) -> list[Channel]:
-        """Return the channels that were made, for closing; there are none afterwards."""
-        with self._mutex:
-            channels = list(self._channels.values())
-            self._channels.clear()
-            self._raw.clear()
-            return channels
-
-
-class _Service:
-    """Stands for a stub. A stream belongs to the endpoint it was asked for; a unary call to the one its route has then."""
-
-    def __init__(self, router: Router, endpoint: str, number: int, route: Route) -> None:
-        self._router = router
-        self._endpoint = endpoint
-        self._number = number
-        self._route = route
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name in _STREAMS:
-            router = self._router
-            method = getattr(router.raw(self._endpoint)[self._number](), name)
-            return lambda requests: method(requests, metadata=router.metadata())
-        return partial(self._unary, name)
-
-    def _unary(self, name: str, request: Any, **options: Any) -> Any:
-        """Make a unary call; the options are those of gRPC's own methods, and ``each``.
-
-        One that cannot have reached a server, or was refused by one that is not the active one, or behind, is made at each of
-        the other endpoints, once. If none of them does it, a refusal is what is raised: that server is there.
-
-        Args:
-            timeout: seconds of the call altogether.
-            each: seconds of one server, of a call that may be made twice: one that says nothing for so long is left.
-        """
-        router, route, each = self._router, self._route, options.get("each")
-        deadline = now() + options["timeout"]
-        endpoint: str | None = route.current
-        tried = set[str]()
-        refusal: grpc.RpcError | None = None
-        while endpoint is not None:
-            tried.add(endpoint)
-            # With the channel, for as long as the call.
-            stubs = router.raw(endpoint)
-            left = max(deadline - now(), _LEAST_SECONDS)
-            share = left if each is None else min(left, each)
-            try:
-                answer = getattr(stubs[self._number](), name)(
-                    request, timeout=share, metadata=router.metadata()
-                )
-            except Cancelled:
-                # Closing a channel of grpc.aio cancels its calls, which looks like a cancelled task.
-                if cancelled_from_outside():
-                    raise
-                router.check()
-                raise UnavailableError(
-                    "the connection was given up while the call was under way"
-                ) from None
-            except grpc.RpcError as error:
-                # Closed by another task or thread meanwhile: that is the reason then.
-                router.check()
-                failure, failed = call_error(error), error
-            else:
-                router.worked(route, endpoint)
-                return answer
-            if failure.reason != BehindError.default_reason:
-                # One that is behind for this call is not for others.
-                router.failed(failure, route, endpoint)
-            refusal = failed if is_elsewhere(failure) else refusal
-            lost = each is not None and failure.reason == UnavailableError.default_reason
-            if not (lost or was_not_done(failed)):
-                raise failed
-            endpoint = router.another(route, tried, failure.owner) if now() < deadline else None
-        raise refusal or failed
-
-
-class Connection:
-    """Connection of a client, shared with its buckets, streams and writers.
-
-    Attributes:
-        connect_timeout, request_timeout, retry_seconds: as ``Client`` takes them.
-        open: of each stream that is open, the function that closes it.
-    """
-
-    def __init__(
-        self,
-        endpoints: tuple[str, ...],
-        credentials: grpc.ChannelCredentials | None,
-        token: Token | None,
-        channel: Channel | None,
-        connect_timeout: float,
-        request_timeout: float,
-        retry_seconds: float | None,
-    ) -> None:
-        self.router = Router(endpoints, credentials, token, channel, self.check_usable)
-        self.connect_timeout = connect_timeout
-        self.request_timeout = request_timeout
-        self.retry_seconds = retry_seconds
-        self.open: list[Callable[[], Any]] = []
-        self.closed = False
-        self._process = os.getpid()
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this is another process than the one that made it: a forked one."""
-        return self._process != os.getpid()
-
-    def check_usable(self) -> None:
-        """Raise ClosedError when nothing can be asked any more."""
-        if self.closed:
-            raise ClosedError("the client was closed", hint="open a new one")
-        self.check_process()
-
-    def check_process(self) -> None:
-        if self.is_foreign:
-            raise ClosedError(
-                "the client was made in another process", hint="open a new one after the fork"
-            )
-
-    def stubs(self, route: Route | None = None) -> Stubs:
-        """Return the services of the current endpoint of a route; None for that of calls to the active server."""
-        return self.router.stubs(route or self.router.active)
-
     def ask(self, method: Callable[..., Any], request: Any, seconds: float | None = None) -> Any:
         """Make a unary call and return the answer; None for the client's ``request_timeout``.
 
@@ -312,7 +216,7 @@ class Connection:
         except grpc.RpcError as error:
             raise call_error(error) from error
 
-    def failed(self, error: UprError, stubs: Stubs, worked: bool) -> float | None:
+    def lost(self, error: UprError, stubs: Stubs, worked: bool) -> float | None:
         """Record the loss of a stream, and move to another endpoint if that may do better.
 
         Args:
@@ -323,8 +227,8 @@ class Connection:
             The longest pause before the next one, seconds; None for one that grows with the attempts.
         """
         if worked:
-            self.router.worked(stubs.route, stubs.endpoint)
-        return self.router.failed(error, stubs.route, stubs.endpoint)
+            self.worked(stubs.route, stubs.endpoint)
+        return self.failed(error, stubs.route, stubs.endpoint)
 
     def elsewhere(self, stubs: Stubs, bucket: str) -> UprError | None:
         """Look whether another server is active by now, where one owes an answer: it may stand still, and keep its connections.
@@ -334,7 +238,7 @@ class Connection:
             one is not left, and while no other says that it is active.
         """
         request = admin_pb2.GetPartitionsRequest(bucket=bucket, partitions=[0])
-        endpoints = dict.fromkeys((stubs.endpoint, *self.router.endpoints))
+        endpoints = dict.fromkeys((stubs.endpoint, *self.endpoints))
         for endpoint in endpoints if len(endpoints) > 1 else ():
             other = self.stubs(Route(Servers((endpoint,), only_given=True)))
             error, is_active = None, False
@@ -353,10 +257,86 @@ class Connection:
         return None
 
     def give_up(self, stubs: Stubs) -> None:
-        """The connection behind these stubs is dead though nothing says so: the next call makes another one."""
-        channel = self.router.give_up(stubs)
+        """The connection behind these stubs is dead though nothing says so: the next call makes another one.
+
+        Nothing is done when it was given up already, or is the caller's.
+        """
+        with self._mutex:
+            if self._raw.get(stubs.endpoint) is not stubs.held:
+                return
+            del self._raw[stubs.endpoint]
+            channel = self._channels.pop(stubs.endpoint, None)
         if channel is not None:
             channel.close()
+
+
+class _Service:
+    """Stands for a stub. A stream belongs to the endpoint it was asked for; a unary call to the one its route has then."""
+
+    def __init__(self, connection: Connection, endpoint: str, number: int, route: Route) -> None:
+        self._connection = connection
+        self._endpoint = endpoint
+        self._number = number
+        self._route = route
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in _STREAMS:
+            connection = self._connection
+            method = getattr(connection.raw(self._endpoint)[self._number](), name)
+            return lambda requests: method(requests, metadata=connection.metadata())
+        return partial(self._unary, name)
+
+    def _unary(self, name: str, request: Any, **options: Any) -> Any:
+        """Make a unary call; the options are those of gRPC's own methods, and ``each``.
+
+        One that cannot have reached a server, or was refused by one that is not the active one, or behind, is made at each of
+        the other endpoints, once. If none of them does it, a refusal is what is raised: that server is there.
+
+        Args:
+            timeout: seconds of the call altogether.
+            each: seconds of one server, of a call that may be made twice: one that says nothing for so long is left.
+        """
+        connection, route, each = self._connection, self._route, options.get("each")
+        deadline = now() + options["timeout"]
+        endpoint: str | None = route.current
+        tried = set[str]()
+        refusal: grpc.RpcError | None = None
+        while endpoint is not None:
+            tried.add(endpoint)
+            # With the channel, for as long as the call.
+            stubs = connection.raw(endpoint)
+            left = max(deadline - now(), _LEAST_SECONDS)
+            share = left if each is None else min(left, each)
+            try:
+                answer = getattr(stubs[self._number](), name)(
+                    request, timeout=share, metadata=connection.metadata()
+                )
+            except Cancelled:
+                # Closing a channel of grpc.aio cancels its calls, which looks like a cancelled task.
+                if cancelled_from_outside():
+                    raise
+                connection.check_usable()
+                raise UnavailableError(
+                    "the connection was given up while the call was under way"
+                ) from None
+            except grpc.RpcError as error:
+                # Closed by another task or thread meanwhile: that is the reason then.
+                connection.check_usable()
+                failure, failed = call_error(error), error
+            else:
+                connection.worked(route, endpoint)
+                return answer
+            if failure.reason != BehindError.default_reason:
+                # One that is behind for this call is not for others.
+                connection.failed(failure, route, endpoint)
+            refusal = failed if is_elsewhere(failure) else refusal
+            lost = each is not None and failure.reason == UnavailableError.default_reason
+            if not (lost or was_not_done(failed)):
+                raise failed
+            endpoint = connection.another(route, tried, failure.owner) if now() < deadline else None
+        raise refusal or failed
 
 
 class BucketHandle:

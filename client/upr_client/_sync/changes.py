@@ -201,7 +201,7 @@ class Changes:
             bucket=bucket.name,
         )
         self._follow: Follow | None = None
-        self._route = bucket.connection.router.follower(options.any_server)
+        self._route = bucket.connection.follower(options.any_server)
         self._stubs: Stubs | None = None
         # Whether the call did what it is for.
         self._worked = False
@@ -241,7 +241,7 @@ class Changes:
         stored: Mapping[int, Position] = {}
         if store is not None:
             # Loading takes about as long as connecting.
-            begin_connecting(self._bucket.connection.router.raw(self._route.current)[-1])
+            begin_connecting(self._bucket.connection.raw(self._route.current)[-1])
             stored = run_blocking(store.load, partitions)
         self._following.load(stored)
         self._entered = True
@@ -775,10 +775,10 @@ class Changes:
             self._stubs = self._bucket.connection.stubs(self._route)
             self._follow = follow = Follow(self._stubs.streams.Follow, request)
             opened = self._opened(follow)
-            router = self._bucket.connection.router
-            router.learn(opened.servers)
+            connection = self._bucket.connection
+            connection.learn(opened.servers)
             with self._mutex:
-                self._following.opened(opened, self._stubs.endpoint, len(router.endpoints))
+                self._following.opened(opened, self._stubs.endpoint, len(connection.endpoints))
         except UprError as error:
             if self._following.not_opened(error):
                 self._drop_call()
@@ -833,7 +833,7 @@ class Changes:
         longest: float | None = None
         if stubs is not None:
             self._stubs = None
-            longest = connection.failed(error, stubs, self._worked)
+            longest = connection.lost(error, stubs, self._worked)
             if error.reason == SILENT_REASON and isinstance(error, UnavailableError):
                 connection.give_up(stubs)
         with self._mutex:

@@ -82,12 +82,12 @@ class Client:
     @property
     def target(self) -> str:
         """The endpoint that is used now."""
-        return self._connection.router.active.current
+        return self._connection.active.current
 
     @property
     def endpoints(self) -> tuple[str, ...]:
         """All endpoints, in the order in which they are tried: those given, then those that servers named."""
-        return self._connection.router.endpoints
+        return self._connection.endpoints
 
     def __enter__(self) -> Self:
         self._connection.check_usable()
@@ -133,6 +133,4 @@ class Client:
             for bucket in self._buckets:
                 bucket._close(connection.request_timeout)
         finally:
-            connection.closed = True
-            for channel in connection.router.take_channels():
-                channel.close()
+            connection.close()
