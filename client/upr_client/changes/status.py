@@ -79,7 +79,8 @@ class Progress:
         self.changes = 0
         self.reconnects = 0
         self.rollbacks: Counter[str] = Counter()
-        self._problems: dict[int, tuple[str, str, int, float]] = {}
+        # ``since`` is when it began.
+        self._problems: dict[int, Problem] = {}
         self._last: float | None = None
         self._recent: deque[tuple[int, int]] = deque()
         self._committed: npt.NDArray[np.int64] = np.zeros(PARTITIONS, np.int64)
@@ -102,9 +103,9 @@ class Progress:
     def failed(self, partition: int, reason: str, words: str, now: float) -> bool:
         """A partition was refused, or its stream ended; it will be tried again. Return whether that is news."""
         old = self._problems.get(partition)
-        attempts, since = (old[2], old[3]) if old is not None else (0, now)
-        self._problems[partition] = (reason, words, attempts + 1, since)
-        return old is None or old[0] != reason
+        attempts, since = (0, now) if old is None else (old.attempts, old.since)
+        self._problems[partition] = Problem(reason, words, attempts + 1, since)
+        return old is None or old.reason != reason
 
     def mended(self, partitions: set[int]) -> None:
         """Record that partitions progress again, or are no longer followed."""
@@ -130,8 +131,8 @@ class Progress:
         ages = [wall - int(self._committed[p]) / 1e6 for p in behind]
         recent = sum(rows for second, rows in self._recent if second >= now - _WINDOW_SECONDS)
         problems = {
-            partition: Problem(reason, words, attempts, now - since)
-            for partition, (reason, words, attempts, since) in self._problems.items()
+            partition: problem._replace(since=now - problem.since)
+            for partition, problem in self._problems.items()
             if session.state(partition) not in (State.LIVE, State.DONE)
         }
         return ChangesStatus(

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from upr_client.testing.calls import Call, FollowCall, State, WriteCall, micros
+from upr_client.testing.calls import Call, FollowCall, State, WriteCall, micros, problem
 from upr_client.testing.memory import Memory, Partition
 from upr_client.writes import WriteResult
 from upr_protocol.block import check_row
@@ -40,11 +40,7 @@ _SERVICES = (
 
 
 class Methods:
-    """The methods that a scripted server has; each other one is UNIMPLEMENTED.
-
-    Args:
-        state: of the server.
-    """
+    """The methods that a scripted server has; each other one is UNIMPLEMENTED."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -216,8 +212,8 @@ def _hello_answer(
     partition: Partition, asked: stream_pb2.HelloPartition, with_log: bool
 ) -> stream_pb2.HelloAnswer:
     if partition.refusal is not None:
-        problem = problem_of(partition.refusal)
-        return stream_pb2.HelloAnswer(partition=partition.number, problem=problem)
+        refused = problem_of(partition.refusal)
+        return stream_pb2.HelloAnswer(partition=partition.number, problem=refused)
     failover_id = asked.failover_id if asked.HasField("failover_id") else None
     answer = answer_hello(partition.log, failover_id)
     return stream_pb2.HelloAnswer(
@@ -415,7 +411,8 @@ class ScriptedServer:
         """
         with self._partition(partition) as one:
             failover_id = one.roll_back(seqno)
-            self._history_changed(partition)
+            words = "the history of the partition is another one now"
+            self._end_streams(partition, "HISTORY_CHANGED", words, retriable=True)
             return failover_id
 
     def lose(self, *partitions: int) -> None:
@@ -540,16 +537,13 @@ class ScriptedServer:
     def end(self, partition: int, reason: str, message: str = "", retriable: bool = True) -> None:
         """End the open streams of a partition with a reason: "STATE_CHANGED", "STORAGE_ERROR" and so on."""
         with self._partition(partition):
-            problem = problem_of(UprError(message or reason, reason=reason, retriable=retriable))
-            for call in self._follow_calls():
-                call.end_stream(partition, problem)
+            self._end_streams(partition, reason, message or reason, retriable)
 
     def end_calls(self, reason: str, message: str = "", retriable: bool = True) -> None:
         """End the open Follow calls as a whole with a reason: "SHUTTING_DOWN", "SUPERSEDED" and so on."""
         with self._state.changed:
-            problem = problem_of(UprError(message or reason, reason=reason, retriable=retriable))
             for call in self._follow_calls():
-                call.end_call(problem)
+                call.end_call(problem(reason, message or reason, retriable=retriable))
 
     def hold(self, partition: int, seqno: int) -> None:
         """Send no run that ends above a seqno, until ``release``; so a follower can be stopped at any place."""
@@ -611,14 +605,9 @@ class ScriptedServer:
         roles = [call.role for call in self._state.streaming]
         return [role for role in roles if isinstance(role, FollowCall)]
 
-    def _history_changed(self, partition: int) -> None:
-        changed = UprError(
-            "the history of the partition is another one now",
-            reason="HISTORY_CHANGED",
-            retriable=True,
-        )
+    def _end_streams(self, partition: int, reason: str, words: str, retriable: bool) -> None:
         for call in self._follow_calls():
-            call.end_stream(partition, problem_of(changed))
+            call.end_stream(partition, problem(reason, words, retriable=retriable))
 
     def _restarted(self) -> None:
         self._state.server_id += 1
