@@ -39,11 +39,7 @@ def delay(
 
 
 def lasting_delay(attempt: int, random: float) -> float:
-    """Return how many seconds to wait where trying again seldom helps: half to all of a bound of 2 s to 5 minutes.
-
-    Args:
-        attempt, random: as in ``delay``.
-    """
+    """As ``delay``, where trying again seldom helps: half to all of a bound of 2 s to 5 minutes."""
     bound: float = LASTING_FIRST_SECONDS * 2 ** min(attempt, _ATTEMPTS_MAX)
     return (0.5 + 0.5 * random) * min(LASTING_LONGEST_SECONDS, bound)
 
@@ -56,11 +52,7 @@ class Retries:
         self._due = np.zeros(PARTITIONS, np.float64)
 
     def failed(self, partition: int, now: float, random: float, *, lasting: bool = False) -> float:
-        """A partition was refused or ended. Return the seconds to wait before it is started again.
-
-        Args:
-            lasting: by something that does not pass by itself.
-        """
+        """A partition was refused or ended; ``lasting``: by what does not pass by itself. Return how many seconds to wait."""
         if now - self._due[partition] > _CALM_SECONDS:
             self._attempts[partition] = 0
         attempt = int(self._attempts[partition])

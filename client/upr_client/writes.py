@@ -227,11 +227,7 @@ class Row:
 
 @dataclass(slots=True)
 class Bundle:
-    """Rows of one ``write_many`` that wait for their outcome: the runs that they were given, or why there are none.
-
-    Attributes:
-        tell: as of ``Row``.
-    """
+    """Rows of one ``write_many`` that wait for their outcome: the runs that they were given, or why there are none."""
 
     block: Block
     tell: Callable[[], None]

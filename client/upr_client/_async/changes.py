@@ -68,12 +68,7 @@ class Handling:
         self._failure: tuple[Change, BaseException] | None = None
 
     async def run(self) -> None:
-        """Handle everything until the end.
-
-        Raises:
-            HandlerError: a change could not be handled, and there is no dead_letter.
-            UprError: as iterating raises.
-        """
+        """Handle everything until the end; raises as ``AsyncChanges.run``."""
         workers = [Background(partial(self._work, lane), "upr-handler") for lane in self._lanes]
         try:
             async for item in self._changes.batches():
@@ -426,8 +421,7 @@ class AsyncChanges:
             InvalidArgumentError: acknowledging is automatic.
         """
         with self._mutex:
-            ledger = self._ledger()
-            ledger.acknowledge_batch(batch)
+            self._ledger().acknowledge_batch(batch)
         self._acknowledged()
 
     def _ledger(self) -> Ledger:

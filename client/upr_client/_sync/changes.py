@@ -69,12 +69,7 @@ class Handling:
         self._failure: tuple[Change, BaseException] | None = None
 
     def run(self) -> None:
-        """Handle everything until the end.
-
-        Raises:
-            HandlerError: a change could not be handled, and there is no dead_letter.
-            UprError: as iterating raises.
-        """
+        """Handle everything until the end; raises as ``Changes.run``."""
         workers = [Background(partial(self._work, lane), "upr-handler") for lane in self._lanes]
         try:
             for item in self._changes.batches():
@@ -427,8 +422,7 @@ class Changes:
             InvalidArgumentError: acknowledging is automatic.
         """
         with self._mutex:
-            ledger = self._ledger()
-            ledger.acknowledge_batch(batch)
+            self._ledger().acknowledge_batch(batch)
         self._acknowledged()
 
     def _ledger(self) -> Ledger:

@@ -197,8 +197,7 @@ class Ownership:
     """Ownership of a consumer, or a member's share: its view of the stored positions.
 
     Args:
-        consumer: the consumer's name, or the group's.
-        member: the member's; empty for a sole owner.
+        member: its name; empty for a sole owner.
 
     Attributes:
         membership: of a member; None for a sole owner.

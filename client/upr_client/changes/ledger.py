@@ -255,7 +255,6 @@ class Ledger:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a position moved since ``take_changed``."""
         return bool(self._changed)
 
     def waiting(self) -> dict[int, int]:

@@ -49,10 +49,6 @@ class CallState:
 
     Times are seconds on a clock that does not jump.
 
-    Args:
-        request: the Open.
-        now: when the call began.
-
     Attributes:
         highs: the high seqnos of the heartbeats, of all 1024 partitions; 0 for none.
     """
@@ -162,7 +158,6 @@ class Reconnecting:
     Args:
         heartbeat_seconds: the first interval.
         retry_seconds: how long to try without any progress; None for ever.
-        say: takes words for people.
     """
 
     def __init__(
@@ -204,7 +199,6 @@ class Reconnecting:
         self._attempt = 0
 
     def all_started(self) -> None:
-        """Each partition that is followed was started."""
         self._rounds = 0
         self._left.clear()
         self._stays_until = self._clock.now()

@@ -28,9 +28,6 @@ _LASTING: Final = frozenset({"PARTITION_NOT_ACTIVE", "DATA_DAMAGED", "STORAGE_ER
 class PartitionStates:
     """Takes what the server says about partitions.
 
-    Args:
-        say: takes words for people.
-
     Attributes:
         session: the state machine of the partitions.
         retries: when each partition may be started again.

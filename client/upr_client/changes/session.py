@@ -72,13 +72,7 @@ _FENCED_SECONDS: Final = 1.0
 
 
 class Saving:
-    """Saving of positions: changed ones, those due before a Start, and failed saves.
-
-    Args:
-        states: holds the positions of what was received.
-        ledger: moves them back to what was acknowledged; None when asking for more acknowledges.
-        ownership: of positions that are kept in the server; None for others.
-    """
+    """Saving of positions: changed ones, those due before a Start, and failed saves."""
 
     def __init__(
         self,
@@ -201,15 +195,10 @@ _FINISH_SECONDS: Final = 1.0
 class Following:
     """Everything of ``AsyncChanges`` that is decided and not done.
 
-    Args:
-        say: takes words for people.
-        bucket: the bucket's name; empty when it is not known.
-
     Attributes:
         taken: batches that the application has and did not consume completely.
         ownership: of positions that are kept in the server; None for others.
         ledger: what is handed out and not acknowledged; None when asking for more acknowledges.
-        progress: counts.
         holding: whether frames, and what comes behind them, wait.
     """
 
@@ -249,12 +238,10 @@ class Following:
 
     @property
     def session(self) -> Consumer:
-        """The state machine of the partitions."""
         return self._states.session
 
     @property
     def handshakes(self) -> deque[tuple[int, str, str]]:
-        """The newest rollback answers: partition, rule, words."""
         return self._states.handshakes
 
     def load(self, positions: Mapping[int, Position]) -> None:
@@ -421,11 +408,9 @@ class Following:
         return None
 
     def not_saved(self, positions: Mapping[int, Position], *, wait: bool = False) -> None:
-        """Record a failed save; with ``wait`` the retry comes after a pause."""
         self._saving.failed(positions, wait=wait)
 
     def fenced(self, error: UprError) -> None:
-        """Storing was refused as another's; see ``Saving.fenced``."""
         self._saving.fenced(error)
 
     # Undoing.
@@ -553,7 +538,6 @@ class Following:
         self._begin(sorted(anew))
 
     def revoke_all(self) -> None:
-        """This member is about to leave."""
         self._revoke(self._assigned)
 
     def _revoke(self, partitions: Iterable[int]) -> None:
@@ -671,11 +655,7 @@ class Following:
         return self._in_bounds(lambda: self._take(message, highs))._replace(consumed=message)
 
     def take_held(self, highs: U64) -> Outcome | None:
-        """Take the oldest message that came while nothing more could be handed out; None when there is none to be taken.
-
-        Raises:
-            UprError: as ``take``.
-        """
+        """As ``take``, of the oldest message that came while nothing more could be handed out; None when there is none."""
         if not self._held or self._is_full or self.holding:
             return None
         message = self._held.popleft()
