@@ -394,11 +394,7 @@ def reset_request(
     partitions: Iterable[int],
     create: bool,
 ) -> admin.ResetConsumerRequest:
-    """Return the request of ``reset_consumer``.
-
-    Raises:
-        InvalidArgumentError: a value is out of its range.
-    """
+    """Return the request of ``reset_consumer``."""
     request = admin.ResetConsumerRequest(
         bucket=bucket, name=check_name(name, "consumer"), create=create
     )

@@ -173,11 +173,7 @@ def result_columns(results: Iterable[kv_pb2.WriteResult]) -> Applied:
 
 
 def partly_refused(refused: Sequence[types_pb2.RefusedPartition], *, applied: bool) -> UprError:
-    """Return the error of a write that partitions, at least one, refused for good.
-
-    Args:
-        applied: whether other partitions applied their part, or still may.
-    """
+    """Return the error of a write that partitions refused for good; ``applied``: whether others took their part, or may."""
     error = error_of(refused[0].problem)
     if len(refused) == 1 and not applied:
         return error
@@ -208,11 +204,7 @@ def part_of(request: kv_pb2.WriteRequest, partitions: Collection[int]) -> kv_pb2
 
 @dataclass(slots=True)
 class Row:
-    """One ``set`` or ``delete`` that waits for its outcome.
-
-    Attributes:
-        tell: called once ``outcome`` is there; must not block.
-    """
+    """One ``set`` or ``delete`` that waits for its outcome; ``tell`` is called once that is there, and must not block."""
 
     key: bytes
     value: bytes | None
@@ -262,11 +254,7 @@ class Kind(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Rows, or bundles, of one kind that go out in one Write.
-
-    Attributes:
-        callers: what waits for the outcome: all rows, or all bundles.
-    """
+    """Rows, or bundles, of one kind that go out in one Write; these are its ``callers``, which wait for the outcome."""
 
     number: int
     kind: Kind
@@ -430,8 +418,7 @@ class Gathering:
     def take(self, under_way: Sequence[Group] | None = None) -> Group | None:
         """Return the group that is to go out next; None for none, or if it may grow while others of its kind are under way.
 
-        Args:
-            under_way: the groups that are unanswered; None if nothing may wait.
+        With None for ``under_way``, the unanswered groups, nothing waits.
         """
         if not self._groups:
             return None
@@ -485,11 +472,7 @@ _KEYS_TOLD: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class WriterOptions:
-    """Options of a buffered writer; see ``AsyncBucket.writer``.
-
-    Raises:
-        InvalidArgumentError: a value is out of its range.
-    """
+    """Options of a buffered writer; see ``AsyncBucket.writer``."""
 
     durability: str
     batch_rows: int
@@ -524,7 +507,6 @@ class Batch:
     Attributes:
         number: batches are numbered in the order of writing, from 1.
         due: when it goes out at the latest, full or not.
-        bytes: what its columns take.
         level: the strongest durability of its rows; the values of the enumeration rise with it.
     """
 

@@ -184,10 +184,6 @@ class AsyncBlockWriter:
         """Write a block of at most BLOCK_COLUMN_BYTES, together with what others write at the same time.
 
         As ``write_row``, but that it waits as ``submit`` does.
-
-        Raises:
-            ClosedError: the writer was closed.
-            UprError: why rows were not written, or may not have been.
         """
         done = Once()
         bundle = Bundle(rows, done.set)
@@ -217,11 +213,7 @@ class AsyncBlockWriter:
         self._next_turn.ask()
 
     def _start(self) -> None:
-        """See that the runner runs, before anything is taken: without it what is taken waits for ever.
-
-        Raises:
-            ClosedError: the writer was closed.
-        """
+        """See that the runner runs, before anything is taken: without it what is taken waits for ever."""
         if self._closing.is_set():
             raise ClosedError("the client was closed", hint="open a new one")
         if self._runner is None:

@@ -162,10 +162,8 @@ class Membership:
         return messages
 
     def renewed(self, number: int, now: float) -> Share | None:
-        """Record the answer to a Renew: the lease was renewed when it was sent, or later.
-
-        Returns:
-            What an assignment changed that had to wait for this.
+        """Record the answer to a Renew: the lease was renewed when it was sent, or later. Return what an assignment
+        changed that had to wait for this.
         """
         sent_at = self._sent.pop(number, None)
         if sent_at is None:

@@ -202,9 +202,6 @@ class ChangesOptions:
         member: the name in the group; empty without one.
         partitions: those to follow; None for all.
         ends: where each partition ends exactly; None for nowhere.
-
-    Raises:
-        InvalidArgumentError: a value is out of its range, or two contradict each other.
     """
 
     resume: Resume = None
@@ -413,11 +410,7 @@ RETRIES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class HandlingOptions:
-    """The meanings are those of ``AsyncChanges.run``.
-
-    Raises:
-        InvalidArgumentError: a value is out of its range.
-    """
+    """Options of handling; see ``AsyncChanges.run``."""
 
     concurrency: int
     order: Literal["partition", "key"]

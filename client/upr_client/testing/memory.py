@@ -71,8 +71,6 @@ class Partition:
     """One partition.
 
     Attributes:
-        number: 0 to 1023.
-        log: its failover log.
         high: the newest seqno.
         purge: tombstones at or below it are gone.
         refusal: why it is refused, None when it is not.
