@@ -89,12 +89,9 @@ class BucketStatus:
     """One bucket at this moment.
 
     Args:
-        name: its name.
-        version: its random id.
         tail_bytes: about how much memory the tail holds.
         tail_limit_bytes: the tail's limit; writers wait when it is reached.
         volatile_bytes: the part of the tail that is not durable yet.
-        streams: open streams.
         streams_from_store: those of them that read from the store now.
         cuts: cuts whose lease has not ended.
         damaged_partitions: partitions with damaged blocks.
@@ -125,7 +122,6 @@ class TextPortInfo:
 
     Args:
         address: where it listens, HOST:PORT.
-        connections: how many are open.
         too_slow: connections that were ended since the start, because they took nothing while something waited.
     """
 
@@ -157,24 +153,17 @@ class SetPart:
     grant_seconds: float
 
 
-def _part_of(message: admin.GetStatusResponse | set_pb2.GetTopologyResponse) -> SetPart | None:
-    return of_message(SetPart, message.part) if message.HasField("part") else None
-
-
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
     """One server process.
 
     Args:
-        server_version: for people.
         server_id: another one after each start.
         uptime_seconds: since it began to serve.
         anonymous_bytes: memory that the process really holds.
         mapped_bytes: pages of files, which the kernel takes back when it needs them.
         follow_calls, write_calls: how many are open.
-        buckets: by name.
         loop_delays: how late its event loop was, as a histogram: (up to how many seconds, samples); None for the last.
-        longest_loop_delay_seconds: the largest of these delays.
         clock_off_seconds: by how much the day's clock is ahead of the server's, which counts the time that passes; 0 as
             long as that is less than an hour.
         clock_jumped_seconds: how long the server was away before its start, by the day's clock, while nothing gets
@@ -213,7 +202,6 @@ class StorageInfo:
     """Use of the disk by a bucket. The counters count since the server was started.
 
     Args:
-        bucket_version: which bucket answered.
         file_bytes: size of the store's file; it never shrinks.
         used_bytes: its pages in use; the rest is free for what comes.
         journal_bytes: the journal's segments.
@@ -222,11 +210,8 @@ class StorageInfo:
         unmerged_bytes: at most so much of block_bytes can be superseded by what is stored in later blocks.
         ingested_bytes: columns of the blocks that were numbered.
         journalled_bytes, flushed_bytes: written to the journal, and to the store by flushes.
-        merge_input_bytes, merge_output_bytes: read and stored by merges.
-        merge_input_rows, merge_output_rows: their rows.
+        merge_input_*, merge_output_*: read and stored by merges.
         merge_seconds: time that merges worked.
-        purged_tombstones: tombstones dropped.
-        partitions_to_merge: partitions that wait for a merge.
         compression: of stored blocks: empty for none, or zstd.
     """
 
@@ -268,7 +253,6 @@ class ConsumerPosition:
         failover_id: the id under which it did; 0 for none.
         seqno: everything up to here is safe with it.
         member: the owner of the partition in a group; empty without one.
-        high_seqno: the partition's high seqno.
         time: when it acknowledged or saved, microseconds since the epoch; 0 when it has not yet.
     """
 
@@ -289,7 +273,6 @@ class MemberInfo:
     """One member of a group.
 
     Args:
-        name: its name.
         peer: where it calls from; empty while it has no call open.
         partitions: how many are its own.
         releasing: how many of them it was asked to release.
@@ -310,7 +293,6 @@ class ConsumerInfo:
     """One registered consumer, or a group that is not registered yet.
 
     Args:
-        name: its name.
         connected: whether a call under this name is open.
         generation: of its ownership: it rises with every call, and with every change of what a member owns.
         last_ack_time: when it acknowledged or saved last, microseconds since the epoch; 0 for not yet.
@@ -339,6 +321,10 @@ def of_message(kind: type[T], message: Any, **others: object) -> T:
     return kind(**{name: getattr(message, name) for name in names if name not in others}, **others)
 
 
+def _optional(kind: type[T], message: Any, name: str) -> T | None:
+    return of_message(kind, getattr(message, name)) if message.HasField(name) else None
+
+
 def server_status(message: admin.GetStatusResponse) -> ServerStatus:
     return of_message(
         ServerStatus,
@@ -352,19 +338,16 @@ def server_status(message: admin.GetStatusResponse) -> ServerStatus:
         clock_jumped_seconds=message.clock.jumped_seconds,
         clock_left_seconds=message.clock.left_seconds,
         problems=tuple(map(error_of, message.problems)),
-        text_port=of_message(TextPortInfo, message.text_port)
-        if message.HasField("text_port")
-        else None,
-        part=_part_of(message),
+        text_port=_optional(TextPortInfo, message, "text_port"),
+        part=_optional(SetPart, message, "part"),
     )
 
 
 def _bucket_status(message: admin.BucketStatus) -> BucketStatus:
-    upstream = message.upstream if message.HasField("upstream") else None
     return of_message(
         BucketStatus,
         message,
-        upstream=None if upstream is None else of_message(UpstreamStatus, upstream),
+        upstream=_optional(UpstreamStatus, message, "upstream"),
         replicas=tuple(of_message(ReplicaStatus, one) for one in message.replicas),
     )
 
@@ -545,9 +528,7 @@ class PartitionInfo:
         partition: 0 to 1023.
         state: "active", "replica", "pending" or "dead".
         high_seqno: the newest seqno given.
-        durable_seqno: the highest durable seqno.
         purge_seqno: tombstones at or below it may be gone.
-        failover_id: the newest failover id.
         problem: why the partition is dead, or what is damaged of it; None otherwise.
         dead_since: when it died, microseconds since the epoch; 0 when it is not dead, or that was not noted.
     """
@@ -676,7 +657,7 @@ def topology(message: set_pb2.GetTopologyResponse) -> Topology:
         members=tuple(members),
         candidate=names.get(message.candidate, message.candidate),
         former=names.get(row.owner, row.owner),
-        part=_part_of(message),
+        part=_optional(SetPart, message, "part"),
     )
 
 

@@ -364,9 +364,7 @@ class SqlitePositions:
         Raises:
             InvalidArgumentError: a partition is out of range, a position too large to be stored, your connection
                 cannot be used here, or a transaction is open on it.
-            PositionDamagedError: the database is damaged.
-            PositionBusyError: it was locked for 5 seconds (with your connection, for its timeout).
-            PositionStoreError: it cannot be written.
+            PositionDamagedError, PositionBusyError, PositionStoreError: as in ``load``.
         """
         rows = self._to_rows(positions)
         with self._mutex, self._opened() as connection:

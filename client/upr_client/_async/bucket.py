@@ -370,9 +370,7 @@ class AsyncBucket:
         errors are raised here as well.
 
         Args:
-            name: 1 to 200 bytes of UTF-8, unique in the bucket while the lease lasts.
-            partitions: which, 0 to 1023; None means all.
-            lease: seconds; None means an hour.
+            name, partitions, lease: as there.
 
         Raises:
             ClosedError: the client was closed.

@@ -144,11 +144,7 @@ class AsyncView:
     # Reading.
 
     async def ready(self, seconds: float | None = None) -> bool:
-        """Wait until everything is there that was there at first; False when ``seconds`` passed before.
-
-        Raises:
-            UprError: following ended with it.
-        """
+        """Wait until everything is there that was there at first; False when ``seconds`` passed before."""
         if not await self._ready.wait(seconds):
             return False
         self._check()
@@ -189,11 +185,7 @@ class AsyncView:
         return self._seqnos[check_partition(partition)]
 
     def get(self, key: bytes, default: bytes | None = None) -> bytes | None:
-        """Return a key's value, or the default.
-
-        Raises:
-            UprError: following ended with it.
-        """
+        """Return a key's value, or the default."""
         self._check()
         with self._mutex:
             return self._shown[partition_of(key)].get(key, default)
@@ -215,11 +207,7 @@ class AsyncView:
         return (key for key, _ in self.items())
 
     def items(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """The keys with their values, partition by partition.
-
-        Raises:
-            UprError: following ended with it.
-        """
+        """The keys with their values, partition by partition."""
         self._check()
         # A partition's in one step, so that what arrives meanwhile does no harm.
         return chain.from_iterable(list(shown.items()) for shown in self._shown)

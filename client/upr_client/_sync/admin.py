@@ -234,7 +234,6 @@ class Admin:
         """Drop tombstones that are old and passed by everybody, now instead of at some later compaction.
 
         Args:
-            bucket: whose.
             partitions: 0 to 1023; none means all.
             dry_run: change nothing; report what a purge would drop, and the holders of the rest.
             seconds: how long to wait at most; every block of the partitions is read.
@@ -256,7 +255,6 @@ class Admin:
         """Return the consumers that are registered by what they acknowledged or saved, and the groups, by name.
 
         Args:
-            bucket: whose.
             with_positions: whether each comes with its position in every partition.
         """
         request = wire.ListConsumersRequest(
@@ -298,7 +296,6 @@ class Admin:
         from the new positions; their data is theirs to fit to it. Positions kept elsewhere are not touched.
 
         Args:
-            bucket: whose.
             name: the consumer.
             to: "beginning": the positions are removed. "now": the newest complete durable marker of each partition.
                 A time: right below the first mutation committed at or after it, or as for now where there is none.
@@ -328,7 +325,6 @@ class Admin:
         Everything up to the pins is durable when it returns, and ``changes(until=cut)`` shows exactly that.
 
         Args:
-            bucket: whose.
             name: 1 to 200 bytes of UTF-8, unique in the bucket while the lease lasts.
             partitions: which, 0 to 1023; None means all.
             lease: seconds; None means an hour.

@@ -53,12 +53,8 @@ class Cut:
     """A cut that was made. It holds until it is released or its lease ends.
 
     Attributes:
-        name: unique in the bucket.
-        created_time: when it was made, microseconds since the epoch.
-        expires_time: when its lease ends, as far as is known here, microseconds since the epoch by the server's
-            clock.
-        lease_seconds: the lease it was made or last renewed with.
-        pins: the pinned marker of each partition, ascending.
+        name, created_time, lease_seconds, pins: as of ``CutInfo``.
+        expires_time: as there, as far as is known here, by the server's clock.
         left_out: the partitions that were asked for and are not part of it, because they are dead, and why.
     """
 

@@ -245,11 +245,7 @@ class Following:
         return self._states.handshakes
 
     def load(self, positions: Mapping[int, Position]) -> None:
-        """Go on from stored positions; before anything else.
-
-        Raises:
-            PositionBucketError: a position is of a bucket of another name.
-        """
+        """Go on from stored positions; before anything else. Raises as ``ChangesOptions.session``."""
         self._states.session = self._options.session(positions, self.session.bucket)
         self._begin(self.session.partitions)
         self._calls.heard()
