@@ -112,14 +112,11 @@ class Saving:
         return self._states.urgent != self._urgent_stored
 
     def is_due(self, now: float, hurry: bool) -> bool:
-        """Return whether to store now; with ``hurry`` all changes are due."""
-        if self._ownership is not None and not self._ownership.may_save:
-            return False
-        overdue = hurry or now - self._saved_at >= self._seconds
-        return now >= self._not_before and (self.is_urgent or (self.has_changed and overdue))
+        seconds = self.next_due(now, hurry)
+        return seconds is not None and seconds <= 0
 
     def next_due(self, now: float, hurry: bool) -> float | None:
-        """In how many seconds there is something to store, None for not by itself."""
+        """In how many seconds there is something to store, None for not by itself; with ``hurry`` all changes are due."""
         if not (self.is_urgent or self.has_changed):
             return None
         if self._ownership is not None and not self._ownership.may_save:
