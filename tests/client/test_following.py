@@ -80,7 +80,8 @@ class World:
             message = position_to_message(partition, position)
             message.generation = generation
             response.positions.append(message)
-        self.following.begin(self.following.loaded(response))
+        assert self.following.ownership is not None
+        self.following.begin(self.following.ownership.found(response))
 
     def starts(self) -> list[tuple[int, int]]:
         """The (partition, seqno) pairs of the Starts that are due."""

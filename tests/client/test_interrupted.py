@@ -243,14 +243,14 @@ def test_two_that_wait_for_a_write_are_both_woken() -> None:
     ]
     for thread in threads:
         thread.start()
-    while len(waiters) < 2:
+    while len(waiters._moved) < 2:
         pass
     reached.set()
     waiters.wake()
     for thread in threads:
         thread.join(5)
     assert not any(thread.is_alive() for thread in threads)
-    assert len(waiters) == 0
+    assert len(waiters._moved) == 0
 
 
 LOG = FailoverLog.from_pairs([(ID_A, 0)])

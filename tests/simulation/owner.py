@@ -188,7 +188,7 @@ class Owner(SimulatedClient):
             yield from self._lost(answer)
             return
         self._note_lost()
-        self.following.begin(self.following.loaded(answer))
+        self.following.begin(ownership.found(answer))
         self._note_lost()
 
     def _answer(self, asked: Asked) -> Generator[None, None, Any]:

@@ -96,4 +96,4 @@ class PositionStorage:
         connection = self._bucket.connection
         answer = await connection.ask(connection.stubs().streams.LoadPositions, request)
         with self._mutex:
-            return self._following.loaded(answer)
+            return ownership.found(answer)

@@ -12,9 +12,6 @@ class Waiters:
     def __init__(self) -> None:
         self._moved: set[Event] = set()
 
-    def __len__(self) -> int:
-        return len(self._moved)
-
     def wake(self) -> None:
         """Have all look again."""
         for moved in list(self._moved):

@@ -97,4 +97,4 @@ class PositionStorage:
         connection = self._bucket.connection
         answer = connection.ask(connection.stubs().streams.LoadPositions, request)
         with self._mutex:
-            return self._following.loaded(answer)
+            return ownership.found(answer)

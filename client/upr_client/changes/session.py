@@ -25,7 +25,7 @@ from upr_protocol.errors import InvalidArgumentError, ProtocolError, RollbackErr
 from upr_protocol.failover import FailoverLog, WriteToken, WrittenSeqno
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
-from upr_protocol.position_table import Found, PositionTable
+from upr_protocol.position_table import PositionTable
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 
@@ -40,7 +40,7 @@ class Step(enum.Enum):
     CONNECT = "connect"
     """Open a call; see ``open_message``."""
     LOAD = "load"
-    """Load positions from the server; see ``ownership`` and ``loaded``."""
+    """Load positions from the server, by ``ownership``; ``begin`` or ``not_begun`` follows."""
     SAVE = "save"
     """Store the positions that changed; see ``begin_save``."""
     RELEASE = "release"
@@ -499,16 +499,6 @@ class Following:
         return messages, max(min(waits), 0.0) if waits else None
 
     # Positions in the server, and groups.
-
-    def loaded(self, response: stream_pb2.LoadPositionsResponse) -> Found:
-        """The server said what it has stored of the partitions that were to be loaded. Return those that begin there;
-        ``begin`` or ``not_begun`` follows.
-
-        Raises:
-            InvalidArgumentError: a position is out of range or contradicts itself.
-        """
-        assert self.ownership is not None
-        return self.ownership.found(response)
 
     def not_begun(self, partitions: Iterable[int]) -> None:
         """They could not be begun, and are to be loaded again."""
