@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,9 +67,9 @@ class ChangesStatus:
     reconnects: int
     rollbacks: Mapping[str, int]
     problems: Mapping[int, Problem]
-    member: str = ""
-    generation: int = 0
-    owned: int = 0
+    member: str
+    generation: int
+    owned: int
 
 
 class Progress:
@@ -112,19 +112,8 @@ class Progress:
         for partition in partitions & self._problems.keys():
             del self._problems[partition]
 
-    def status(
-        self,
-        session: Consumer,
-        now: float,
-        wall: float,
-        *,
-        connected: bool,
-        unacknowledged: int,
-        member: str,
-        generation: int,
-        owned: int,
-    ) -> ChangesStatus:
-        """Return a snapshot; ``wall``: seconds since the epoch, the rest as in ``ChangesStatus``."""
+    def status(self, session: Consumer, now: float, wall: float, **others: Any) -> ChangesStatus:
+        """Return a snapshot; ``wall``: seconds since the epoch, ``others``: fields of ``ChangesStatus``."""
         states = [session.state(partition) for partition in session.partitions]
         lag = session.lag()
         behind = [p for p, ahead in lag.items() if ahead and self._committed[p]]
@@ -148,9 +137,5 @@ class Progress:
             reconnects=self.reconnects,
             rollbacks=dict(self.rollbacks),
             problems=problems,
-            connected=connected,
-            unacknowledged=unacknowledged,
-            member=member,
-            generation=generation,
-            owned=owned,
+            **others,
         )
