@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from typing import Any, Final, Self
 
 import grpc
@@ -252,14 +252,9 @@ def keys_in(partition: int, number: int = 1, prefix: bytes = b"key-") -> list[by
         InvalidArgumentError: the partition is out of range.
     """
     check_partition(partition)
-    keys: list[bytes] = []
-    for i in count():
-        if len(keys) >= number:
-            break
-        key = prefix + b"%d" % i
-        if partition_of(key) == partition:
-            keys.append(key)
-    return keys
+    keys = (prefix + b"%d" % i for i in count())
+    found = (key for key in keys if partition_of(key) == partition)
+    return list(islice(found, max(number, 0)))
 
 
 class ScriptedServer:
