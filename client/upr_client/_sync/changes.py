@@ -30,7 +30,7 @@ from upr_client._sync.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock
-from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, HandlingOptions, failed
+from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, HandlingOptions
 from upr_client.changes.session import Following, Step
 from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
@@ -38,6 +38,7 @@ from upr_client.writes import WriteResult, WriteResults, token_of
 from upr_protocol.errors import (
     ClosedError,
     FencedError,
+    HandlerError,
     InvalidArgumentError,
     UnavailableError,
     UprError,
@@ -89,7 +90,13 @@ class Handling:
             for worker in workers:
                 worker.join()
         if self._failure is not None:
-            raise failed(*self._failure)
+            change, error = self._failure
+            raise HandlerError(
+                f"the handler failed for key {change.key[:60]!r} of partition {change.partition} at seqno "
+                f"{change.seqno}: {error!r}",
+                hint="fix the handler and run again, and the change is delivered again; or pass dead_letter= to "
+                "receive such changes",
+            ) from error
 
     def drain(self) -> None:
         """Wait until everything that was handed out is handled, or left."""

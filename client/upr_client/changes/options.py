@@ -11,7 +11,7 @@ from upr_client.changes.ledger import UNACKNOWLEDGED
 from upr_client.endpoints import READ_FROM
 from upr_client.positions import PositionStore
 from upr_protocol.consumer import ALL_PARTITIONS, Beginning, Consumer
-from upr_protocol.errors import HandlerError, InvalidArgumentError
+from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import check_partition, check_seqno
 from upr_protocol.flow import check_interval, check_window
 from upr_protocol.handshake import Pin
@@ -427,14 +427,3 @@ class HandlingOptions:
             raise InvalidArgumentError(f'order is {self.order!r}; must be "partition" or "key"')
         if self.retries < 0:
             raise InvalidArgumentError(f"retries is {self.retries}; must be 0 or more")
-
-
-def failed(change: Change, error: BaseException) -> HandlerError:
-    """Return the error that ends the handling."""
-    raised = HandlerError(
-        f"the handler failed for key {change.key[:60]!r} of partition {change.partition} at seqno {change.seqno}: "
-        f"{error!r}",
-        hint="fix the handler and run again, and the change is delivered again; or pass dead_letter= to receive such changes",
-    )
-    raised.__cause__ = error
-    return raised
