@@ -93,7 +93,6 @@ class AsyncView:
             self._waiters.wake()
 
     async def _follow(self, until_now: bool) -> None:
-        self._bucket.connection.check_usable()
         options = ChangesOptions(
             resume=self._positions,
             until="now" if until_now else None,
@@ -151,17 +150,7 @@ class AsyncView:
         return True
 
     async def reached(self, token: WriteToken | WriteResult | WriteResults, seconds: float) -> None:
-        """Wait until what was written is shown, or what came after it. What is not followed is not waited for.
-
-        Args:
-            token: the result of a write, or its token.
-            seconds: how long to wait at most.
-
-        Raises:
-            BehindError: it was not reached in time, or is of another bucket than the one that is followed.
-            WriteUndoneError: a failover undid it.
-            UprError: following ended with it.
-        """
+        """As ``AsyncChanges.reached``, until what was written is shown, or what came after it."""
         writes = token_of(token)
 
         def is_reached() -> bool:

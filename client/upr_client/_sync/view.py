@@ -94,7 +94,6 @@ class View:
             self._waiters.wake()
 
     def _follow(self, until_now: bool) -> None:
-        self._bucket.connection.check_usable()
         options = ChangesOptions(
             resume=self._positions,
             until="now" if until_now else None,
@@ -152,17 +151,7 @@ class View:
         return True
 
     def reached(self, token: WriteToken | WriteResult | WriteResults, seconds: float) -> None:
-        """Wait until what was written is shown, or what came after it. What is not followed is not waited for.
-
-        Args:
-            token: the result of a write, or its token.
-            seconds: how long to wait at most.
-
-        Raises:
-            BehindError: it was not reached in time, or is of another bucket than the one that is followed.
-            WriteUndoneError: a failover undid it.
-            UprError: following ended with it.
-        """
+        """As ``Changes.reached``, until what was written is shown, or what came after it."""
         writes = token_of(token)
 
         def is_reached() -> bool:

@@ -134,9 +134,8 @@ class Writer:
         Once taken it is written also if this call is cancelled while it waits for room.
 
         Args:
-            key: 1 to 4096 bytes.
-            value: 0 to 20 MiB.
-            durability: as in ``Bucket.set``; None for the writer's. A batch waits for the strongest of its rows.
+            key, value, durability: as in ``Bucket.set``; None for the writer's durability. A batch waits for the
+                strongest of its rows.
 
         Raises:
             InvalidArgumentError: a value is out of its range; the row was not taken.
