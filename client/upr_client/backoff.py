@@ -52,7 +52,7 @@ class Retries:
         self._due = np.zeros(PARTITIONS, np.float64)
 
     def failed(self, partition: int, now: float, random: float, *, lasting: bool = False) -> float:
-        """A partition was refused or ended; ``lasting``: by what does not pass by itself. Return how many seconds to wait."""
+        """A partition was refused or ended, ``lasting`` by what does not pass by itself. Return the seconds to wait."""
         if now - self._due[partition] > _CALM_SECONDS:
             self._attempts[partition] = 0
         attempt = int(self._attempts[partition])
