@@ -357,6 +357,14 @@ def can_ask() -> bool:
     return sys.stdin.isatty()
 
 
+def print_result(as_json: bool, document: object, text: str) -> None:
+    """Print what a command found, as one JSON document or for people."""
+    if as_json:
+        print_json(document)
+    else:
+        click.echo(text)
+
+
 def print_done(as_json: bool, did: str, name: str, details: str = "", **fields: object) -> None:
     """Print what a command did, as ``dropped: orders, version 5`` or as one JSON document.
 
@@ -366,10 +374,8 @@ def print_done(as_json: bool, did: str, name: str, details: str = "", **fields: 
         details: for people, behind the name.
         fields: further ones of the JSON document.
     """
-    if as_json:
-        print_json({did: name, **fields})
-    else:
-        click.echo(f"{did}: {name}{details and ', '}{details}")
+    text = f"{did}: {name}{details and ', '}{details}"
+    print_result(as_json, {did: name, **fields}, text)
 
 
 def _remember_verbose(ctx: click.Context, _: click.Parameter, value: bool) -> None:

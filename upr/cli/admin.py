@@ -22,7 +22,7 @@ from upr_cli_kit.output import (
     add_examples,
     columns,
     output_options,
-    print_json,
+    print_result,
     verbose_option,
 )
 from upr_cli_kit.screen import watched_output_options
@@ -62,10 +62,7 @@ def failover_log(
     from upr.cli.admin_commands.explain import logs_to_json, logs_to_text
 
     logs = client.admin.failover_logs(bucket, one_list(partitions))
-    if as_json:
-        print_json(logs_to_json(logs))
-    else:
-        click.echo(logs_to_text(logs))
+    print_result(as_json, logs_to_json(logs), logs_to_text(logs))
 
 
 @main.command("partitions")
@@ -86,9 +83,6 @@ def partitions_command(
         }
         for info in sorted(found, key=lambda info: info.partition)
     ]
-    if as_json:
-        print_json(documents)
-        return
     rows = [
         (
             *list(document.values())[:-2],
@@ -97,26 +91,7 @@ def partitions_command(
         )
         for document in documents
     ]
-    click.echo(columns((*_COLUMNS, "dead_since", "problem"), rows))
-
-
-main.add_command(accept_loss)
-main.add_command(bucket)
-main.add_command(check)
-main.add_command(consumers)
-main.add_command(context)
-main.add_command(cut)
-main.add_command(purge)
-main.add_command(restore_copy)
-main.add_command(status)
-main.add_command(storage)
-main.add_command(token)
-main.add_command(top)
-main.add_command(drain)
-main.add_command(promote)
-main.add_command(takeover)
-main.add_command(topology)
-main.add_command(undone)
+    print_result(as_json, documents, columns((*_COLUMNS, "dead_since", "problem"), rows))
 
 
 @main.command("explain")
@@ -168,10 +143,7 @@ def explain_command(
     else:
         server = _ask(client, bucket, partition)
     explanation = explain(partition, position, server, at_record=at_record)
-    if as_json:
-        print_json(to_json(explanation))
-    else:
-        click.echo(to_text(explanation))
+    print_result(as_json, to_json(explanation), to_text(explanation))
 
 
 def _ask(client: "Client", bucket_name: str, partition: int) -> "ServerSide":
@@ -188,6 +160,10 @@ def _ask(client: "Client", bucket_name: str, partition: int) -> "ServerSide":
     return ServerSide(log, info.high_seqno, info.purge_seqno, info.state == "active")
 
 
+for command in (accept_loss, bucket, check, consumers, context, cut, purge, restore_copy, status):
+    main.add_command(command)
+for command in (storage, token, top, drain, promote, takeover, topology, undone):
+    main.add_command(command)
 add_examples(
     main,
     {

@@ -27,7 +27,7 @@ from upr_cli_kit.output import (
     note,
     output_options,
     print_done,
-    print_json,
+    print_result,
     verbose_option,
 )
 from upr_protocol.errors import UprError
@@ -142,25 +142,20 @@ def add(
 @output_options
 def list_tokens(tokens: Path, as_json: bool) -> None:
     """Show the identities and their roles."""
-    found = read_identities(tokens).all
-    if as_json:
-        documents = []
-        for one in found:
-            document: dict[str, Any] = {"name": one.name, "certificate": one.certificate or None}
-            for role, among in one.roles.items():
-                document[role] = True if among is None else sorted(among)
-            if one.prefixes:
-                document["key_prefixes"] = [prefix.decode() for prefix in one.prefixes]
-            documents.append(document)
-        print_json(documents)
-        return
-    rows = []
-    for one in found:
-        cells = ["all" if b is None else ", ".join(sorted(b)) for b in one.roles.values()]
-        words = "; ".join(f"{role}: {cell}" for role, cell in zip(one.roles, cells, strict=True))
-        keys = ", ".join(f"{prefix.decode()}*" for prefix in one.prefixes) or "all"
-        rows.append((one.name, one.certificate or "(token)", words or "-", keys))
-    click.echo(columns(("name", "known by", "roles", "keys"), rows))
+    documents, rows = [], []
+    for one in read_identities(tokens).all:
+        document: dict[str, Any] = {"name": one.name, "certificate": one.certificate or None}
+        words = []
+        for role, among in one.roles.items():
+            document[role] = True if among is None else sorted(among)
+            words.append(f"{role}: {'all' if among is None else ', '.join(sorted(among))}")
+        prefixes = [prefix.decode() for prefix in one.prefixes]
+        if prefixes:
+            document["key_prefixes"] = prefixes
+        documents.append(document)
+        keys = ", ".join(f"{prefix}*" for prefix in prefixes) or "all"
+        rows.append((one.name, one.certificate or "(token)", "; ".join(words) or "-", keys))
+    print_result(as_json, documents, columns(("name", "known by", "roles", "keys"), rows))
 
 
 @token.command("revoke")
@@ -261,9 +256,6 @@ def use_context(name: str, as_json: bool) -> None:
 def list_contexts(as_json: bool) -> None:
     """Show the contexts; the current one has a star."""
     current, contexts = read_contexts()
-    if as_json:
-        print_json({"current": current or None, "contexts": contexts})
-        return
     rows = [
         (
             "*" if name == current else " ",
@@ -274,7 +266,8 @@ def list_contexts(as_json: bool) -> None:
         )
         for name, one in sorted(contexts.items())
     ]
-    click.echo(columns(("", "name", "target", "tls", "token_file"), rows))
+    document = {"current": current or None, "contexts": contexts}
+    print_result(as_json, document, columns(("", "name", "target", "tls", "token_file"), rows))
 
 
 @context.command("remove")

@@ -14,7 +14,7 @@ from upr_cli_kit.output import (
     confirm,
     output_options,
     print_done,
-    print_json,
+    print_result,
     size_text,
     verbose_option,
 )
@@ -56,10 +56,7 @@ def bucket() -> None:
 def list_command(client: "Client", as_json: bool) -> None:
     """Show all buckets; those that could not be opened too, with their problem."""
     found = client.admin.buckets()
-    if as_json:
-        print_json([_document(info) for info in found])
-    else:
-        click.echo(columns(_COLUMNS, map(_row, found)))
+    print_result(as_json, list(map(_document, found)), columns(_COLUMNS, map(_row, found)))
 
 
 @bucket.command("create")
@@ -85,10 +82,8 @@ def create(name: str, compression: str, quota: int, client: "Client", as_json: b
     made = client.admin.create_bucket(
         name, compression="" if compression == "none" else compression, quota_bytes=quota
     )
-    if as_json:
-        print_json(_document(made))
-    else:
-        click.echo(f"created: {made.name}, version {made.version:016x}")
+    text = f"created: {made.name}, version {made.version:016x}"
+    print_result(as_json, _document(made), text)
 
 
 @bucket.command("quota")
@@ -102,11 +97,9 @@ def quota_command(name: str, quota: int, client: "Client", as_json: bool) -> Non
     What is there already stays. Beyond the quota writes are refused, but for those that only delete.
     """
     info = client.admin.set_bucket_quota(name, quota)
-    if as_json:
-        print_json(_document(info))
-    else:
-        limit = size_text(info.quota_bytes) if info.quota_bytes else "none"
-        click.echo(f"quota: {info.name}, {limit}; {size_text(info.used_bytes)} used")
+    limit = size_text(info.quota_bytes) if info.quota_bytes else "none"
+    text = f"quota: {info.name}, {limit}; {size_text(info.used_bytes)} used"
+    print_result(as_json, _document(info), text)
 
 
 @bucket.command("drop")
@@ -195,13 +188,10 @@ def purge(
             part = chosen[first : first + _AT_ONCE]
             found += client.admin.purge(bucket, part, dry_run=dry_run)
             progress.update(first + len(part))
-    if as_json:
-        print_json(list(map(asdict, found)))
-        return
     rows = [[*(getattr(one, name) for name in _PURGE_COLUMNS), _holders(one)] for one in found]
     titles = [*_PURGE_COLUMNS, "held up by"]
     titles[3] = "would go" if dry_run else "purged"
-    click.echo(columns(titles, rows))
+    print_result(as_json, list(map(asdict, found)), columns(titles, rows))
 
 
 def _holders(one: "PartitionPurge") -> str:

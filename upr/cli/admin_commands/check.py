@@ -8,7 +8,7 @@ import click
 
 from upr_cli_kit import exit_codes
 from upr_cli_kit.options import PARTITION_SET, DirectoryPath
-from upr_cli_kit.output import Progress, note, output_options, print_json
+from upr_cli_kit.output import Progress, note, output_options, print_result
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
@@ -106,10 +106,7 @@ def check(directory: Path, partitions: list[int] | None, as_json: bool) -> int:
         reports = check_directory(directory, partitions, progress.update)
     finally:
         progress.close()
-    if as_json:
-        print_json(to_json(reports))
-    else:
-        click.echo(to_text(reports) or "there are no buckets")
+    print_result(as_json, to_json(reports), to_text(reports) or "there are no buckets")
     if any(report.damaged for report in reports):
         note("there is no repair: take the data from a replica or a backup")
     return exit_code(reports)

@@ -15,7 +15,7 @@ from upr_cli_kit.output import (
     confirm,
     output_options,
     print_done,
-    print_json,
+    print_result,
     verbose_option,
 )
 from upr_cli_kit.screen import watched_output_options
@@ -26,7 +26,7 @@ from upr_protocol.limits import format_duration
 
 if TYPE_CHECKING:
     from upr_client import Client
-    from upr_client.admin import ConsumerInfo, ConsumerPosition, MemberInfo
+    from upr_client.admin import ConsumerInfo, ConsumerPosition
 
 
 _COLUMNS = ("name", "connected", "generation", "members", "partitions", "lag", "last_ack", "ago")
@@ -60,16 +60,14 @@ def consumers() -> None:
 def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool) -> None:
     """Show all consumers."""
     found = client.admin.consumers(bucket, with_positions=partitions)
-    if as_json:
-        print_json([_document(info, partitions) for info in found])
-    elif partitions:
-        click.echo(columns(_POSITION_COLUMNS, (row for info in found for row in _positions(info))))
+    if partitions:
+        lines = [columns(_POSITION_COLUMNS, (row for info in found for row in _positions(info)))]
     else:
-        click.echo(columns(_COLUMNS, map(_row, found)))
+        lines = [columns(_COLUMNS, map(_row, found))]
         for info in found:
             if info.members:
-                click.echo(f"\n{info.name}:")
-                click.echo(columns(_MEMBER_COLUMNS, map(_member_row, info.members)))
+                lines += ["", f"{info.name}:", _members(info)]
+    print_result(as_json, [_document(info, partitions) for info in found], "\n".join(lines))
 
 
 @consumers.command("show")
@@ -82,15 +80,11 @@ def show(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     info = next((info for info in found if info.name == name), None)
     if info is None:
         raise _not_found(name)
-    if as_json:
-        print_json(_document(info, with_positions=True))
-        return
-    click.echo(columns(_COLUMNS, [_row(info)]))
+    lines = [columns(_COLUMNS, [_row(info)]), ""]
     if info.members:
-        click.echo()
-        click.echo(columns(_MEMBER_COLUMNS, map(_member_row, info.members)))
-    click.echo()
-    click.echo(columns(_POSITION_COLUMNS[1:], (row[1:] for row in _positions(info))))
+        lines += [_members(info), ""]
+    lines.append(columns(_POSITION_COLUMNS[1:], (row[1:] for row in _positions(info))))
+    print_result(as_json, _document(info, with_positions=True), "\n".join(lines))
 
 
 @consumers.command("reset")
@@ -138,10 +132,9 @@ def reset(
     if not yes:
         confirm(f"Reset {where} of consumer {name!r} to {words}?", "reset the positions")
     stored = client.admin.reset_consumer(bucket, name, place, partitions=partitions, create=create)
-    if as_json:
-        print_json({"name": name, "to": words, "positions": list(map(_place, stored.items()))})
-    else:
-        click.echo(f"reset: {name}, {where} to {words}; {len(stored)} positions stored")
+    document = {"name": name, "to": words, "positions": list(map(_place, stored.items()))}
+    text = f"reset: {name}, {where} to {words}; {len(stored)} positions stored"
+    print_result(as_json, document, text)
 
 
 @consumers.command("forget")
@@ -185,16 +178,20 @@ def _row(info: "ConsumerInfo") -> tuple[object, ...]:
     )
 
 
-def _member_row(member: "MemberInfo") -> tuple[object, ...]:
-    return (
-        member.name,
-        "yes" if member.peer else "no",
-        member.partitions,
-        member.releasing,
-        f"{member.lease_seconds:g}s",
-        f"{member.lease_left_seconds:.1f}s",
-        member.peer or "-",
-    )
+def _members(info: "ConsumerInfo") -> str:
+    rows = [
+        (
+            member.name,
+            "yes" if member.peer else "no",
+            member.partitions,
+            member.releasing,
+            f"{member.lease_seconds:g}s",
+            f"{member.lease_left_seconds:.1f}s",
+            member.peer or "-",
+        )
+        for member in info.members
+    ]
+    return columns(_MEMBER_COLUMNS, rows)
 
 
 def _positions(info: "ConsumerInfo") -> Iterator[tuple[object, ...]]:

@@ -12,7 +12,7 @@ from upr_cli_kit.output import (
     note,
     output_options,
     print_done,
-    print_json,
+    print_result,
     problem_document,
     verbose_option,
 )
@@ -68,18 +68,16 @@ def create(
     and named.
     """
     made = client.admin.create_cut(bucket, name, partitions=partitions, lease=lease)
-    if as_json:
-        document = _document(made, with_pins=True)
-        document["left_out"] = [
-            {"partition": partition, **problem_document(why)}
-            for partition, why in made.left_out.items()
-        ]
-        print_json(document)
-    else:
-        expires = format_micros(made.expires_time)
-        click.echo(f"created: {made.name}, {len(made.pins)} partitions pinned until {expires}")
-        for why in made.left_out.values():
-            note(f"warning: left out: {why.message}")
+    document = _document(made, with_pins=True)
+    document["left_out"] = [
+        {"partition": partition, **problem_document(why)}
+        for partition, why in made.left_out.items()
+    ]
+    expires = format_micros(made.expires_time)
+    text = f"created: {made.name}, {len(made.pins)} partitions pinned until {expires}"
+    print_result(as_json, document, text)
+    for why in () if as_json else made.left_out.values():
+        note(f"warning: left out: {why.message}")
 
 
 @cut.command("list")
@@ -89,17 +87,16 @@ def create(
 def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool) -> None:
     """Show the cuts whose lease has not ended, oldest first."""
     found = client.admin.cuts(bucket, with_pins=partitions)
-    if as_json:
-        print_json([_document(info, with_pins=partitions) for info in found])
-    elif partitions:
+    if partitions:
         rows = (
             (info.name, partition, _shown(pin.failover_id), pin.seqno)
             for info in found
             for partition, pin in info.pins.items()
         )
-        click.echo(columns(_PIN_COLUMNS, rows))
+        text = columns(_PIN_COLUMNS, rows)
     else:
-        click.echo(columns(_COLUMNS, map(_row, found)))
+        text = columns(_COLUMNS, map(_row, found))
+    print_result(as_json, [_document(info, with_pins=partitions) for info in found], text)
 
 
 @cut.command("renew")
@@ -110,10 +107,8 @@ def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool)
 def renew(name: str, lease: float | None, client: "Client", bucket: str, as_json: bool) -> None:
     """Have the lease of cut NAME begin anew, with its length or another one."""
     info = client.admin.renew_cut(bucket, name, lease)
-    if as_json:
-        print_json(_document(info, with_pins=False))
-    else:
-        click.echo(f"renewed: {info.name}, pinned until {format_micros(info.expires_time)}")
+    text = f"renewed: {info.name}, pinned until {format_micros(info.expires_time)}"
+    print_result(as_json, _document(info, with_pins=False), text)
 
 
 @cut.command("release")

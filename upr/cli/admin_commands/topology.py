@@ -14,6 +14,7 @@ from upr_cli_kit.output import (
     output_options,
     print_done,
     print_json,
+    print_result,
     verbose_option,
 )
 from upr_cli_kit.screen import watched_output_options
@@ -183,12 +184,10 @@ def drain(undo: bool, seconds: float, target: str, as_json: bool) -> None:
     if successor:
         with open_client(successor) as client:
             client.admin.promote(takeover=True, seconds=seconds)
-    if as_json:
-        print_json({"drained": not undo, "successor": successor or None})
-    elif undo:
-        print_done(False, "undrained", target, "it may become active")
-    else:
-        print_done(False, "drained", target, f"{successor} is active" if successor else "")
+    text = f"undrained: {target}, it may become active" if undo else f"drained: {target}"
+    if successor:
+        text += f", {successor} is active"
+    print_result(as_json, {"drained": not undo, "successor": successor or None}, text)
 
 
 def _promote(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr_cli_kit.options import DirectoryPath, login, open_client, target_option
-from upr_cli_kit.output import Group, columns, output_options, print_json, verbose_option
+from upr_cli_kit.output import Group, columns, output_options, print_result, verbose_option
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.limits import GET_KEYS_MAX
@@ -43,15 +43,11 @@ def list_command(directory: Path, rows: bool, as_json: bool) -> None:
     # Anything else would have nothing in it that was undone.
     read_mark(directory)
     documents = [_document(one, with_rows=rows or as_json) for one in undone_files(directory)]
-    if as_json:
-        print_json(documents)
-        return
     told = [tuple(document[column] for column in _COLUMNS) for document in documents]
-    click.echo(columns(_COLUMNS, told))
+    lines = [columns(_COLUMNS, told)]
     for document in documents if rows else ():
-        click.echo()
-        click.echo(document["file"])
-        click.echo(columns(_ROW_COLUMNS, map(_row, document["rows"])))
+        lines += ["", document["file"], columns(_ROW_COLUMNS, map(_row, document["rows"]))]
+    print_result(as_json, documents, "\n".join(lines))
 
 
 @undone.command("apply")
@@ -98,17 +94,12 @@ def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) ->
             values, cells_of = [mine[key][1] for key in free], [mine[key][2] for key in free]
             write_blocks(bucket, blocks_with_cells(free, values, cells_of))
             written, changed = written + len(free), changed + len(keys) - len(free)
-    document = {
-        "written": written,
-        "changed_since": changed,
-        "elsewhere": len(newest) - len(mine),
-    }
-    if as_json:
-        print_json(document)
-        return
-    click.echo(f"{written} keys written; {changed} left out, which were written since")
-    if document["elsewhere"]:
-        click.echo(f"{document['elsewhere']} left out, which are not in the partition of their key")
+    elsewhere = len(newest) - len(mine)
+    document = {"written": written, "changed_since": changed, "elsewhere": elsewhere}
+    text = f"{written} keys written; {changed} left out, which were written since"
+    if elsewhere:
+        text += f"\n{elsewhere} left out, which are not in the partition of their key"
+    print_result(as_json, document, text)
 
 
 def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[bytes, int]:

@@ -12,7 +12,7 @@ import click
 
 from upr.cli.cat_commands.keys import Durability, bucket_there, durability_option
 from upr_cli_kit.options import open_client, server_options
-from upr_cli_kit.output import Progress, output_options, print_json
+from upr_cli_kit.output import Progress, output_options, print_result
 from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.limits import VALUE_BYTES_MAX
 
@@ -55,16 +55,13 @@ def bench(
         finally:
             for part in written:
                 source.write_many([(_key(prefix, number), None) for number in part], "memory")
-    if as_json:
-        print_json({"rows": rows, "value_bytes": value_bytes, "durability": durability, **measured})
-        return
     table = [(f"{measured[name]:,.0f}", f"{name.replace('_', ' ')} a second") for name in _RATES]
     for name in ("set", "get"):
         times = measured[f"{name}_ms"]
         words = f"ms for one {name}, 99 of 100 within {times['p99']:.1f} ms"
         table.append((f"{times['median']:.1f}", words))
-    for number, words in table:
-        print(f"{number:>10} {words}")
+    document = {"rows": rows, "value_bytes": value_bytes, "durability": durability, **measured}
+    print_result(as_json, document, "\n".join(f"{number:>10} {words}" for number, words in table))
 
 
 def _key(prefix: bytes, number: int) -> bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import click
 
 from upr_cli_kit.options import PARTITION_SET, open_client, server_options
-from upr_cli_kit.output import json_option, print_json, verbose_option
+from upr_cli_kit.output import json_option, print_result, verbose_option
 from upr_protocol.errors import UprError, shown
 from upr_protocol.limits import VALUE_BYTES_MAX
 
@@ -99,16 +99,9 @@ def delete(key: str, durability: Durability, target: str, bucket: str, as_json: 
 
 
 def _report(written: "WriteResult", as_json: bool) -> None:
-    if as_json:
-        print_json(
-            {
-                "partition": written.partition,
-                "seqno": written.seqno,
-                "token": str(written.token),
-            }
-        )
-    else:
-        print(f"partition {written.partition}, seqno {written.seqno}")
+    partition, seqno = written.partition, written.seqno
+    document = {"partition": partition, "seqno": seqno, "token": str(written.token)}
+    print_result(as_json, document, f"partition {partition}, seqno {seqno}")
 
 
 @click.command("dump")
