@@ -141,12 +141,19 @@ SEQNOS = Parsed("seqnos", _parse_seqnos)
 FAILOVER_ID = Parsed("id", parse_failover_id)
 
 
-def one_list(sets: Iterable[Iterable[int]]) -> list[int] | None:
+def _one_list(
+    context: click.Context, parameter: click.Parameter, sets: Iterable[Iterable[int]]
+) -> list[int] | None:
     """Return the partitions of several arguments, ascending, each once; None when none was named."""
-    chosen = sorted(set().union(*sets))
-    return chosen or None
+    return sorted(set().union(*sets)) or None
 
 
+partitions_argument = functools.partial(
+    click.argument, "partitions", nargs=-1, type=PARTITION_SET, callback=_one_list
+)
+partitions_option = click.option(
+    "--partitions", type=PARTITION_SET, help="Only these, as 0-63,512. [default: all 1024]"
+)
 _LOGIN = "upr.login"
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _CONTEXT_OPTION = click.option(
@@ -170,48 +177,73 @@ _LOGIN_OPTIONS = (
 )
 
 
-def _read_login(
+def _with_login(function: _F, *more: Callable[[Any], Any], current: bool) -> _F:
+    """Add options, --context, and those of TLS and the token, for ``login`` and ``open_client``.
+
+    Args:
+        more: options that stand before the others.
+        current: whether the current context counts where neither a target nor a context is given.
+    """
+
+    @functools.wraps(function)
+    def command(
+        *arguments: Any, context: str | None, data: Path | None = None, **options: Any
+    ) -> Any:
+        source = click.get_current_context().get_parameter_source
+        has_target = "target" in options
+        given = {name: options.pop(name, None) for name in CONTEXT_FIELDS}
+        typed = {
+            name
+            for name in (*given, "data", "context")
+            if source(name) is ParameterSource.COMMANDLINE
+        }
+        if typed & {"target", "data", "context"}:
+            # What is typed counts, and not what the environment says instead of it.
+            data = data if "data" in typed else None
+            context = context if "context" in typed else None
+        is_given = source("target") is not ParameterSource.DEFAULT
+        token = os.environ.get("UPR_TOKEN")
+        if data is not None:
+            if "target" in typed or context or (is_given and "data" not in typed):
+                raise click.UsageError("--data goes without --target and --context")
+            given = {**dict.fromkeys(given), "tls": False, "target": _admin_socket(data)}
+            token = None
+        elif context and "target" in typed:
+            raise click.UsageError("--context has a target; give one of the two")
+        elif (context or (current and not is_given)) and (found := chosen(context)):
+            # Of the environment nothing is added: a token is for the server that it was given for.
+            given = {name: given[name] if name in typed else found.get(name) for name in given}
+            token = None
+        target = given.pop("target")
+        if has_target:
+            options["target"] = target
+        _keep_login(**given, token=token)
+        return function(*arguments, **options)
+
+    added = (*more, _CONTEXT_OPTION, *_LOGIN_OPTIONS)
+    return cast("_F", functools.reduce(lambda f, add: add(f), reversed(added), command))
+
+
+def _keep_login(
     tls: bool,
     tls_ca: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
     token_file: Path | None,
     token: str | None,
-) -> "Login":
+) -> None:
     from upr_client.endpoints import Login
 
-    return Login.of(bool(tls), tls_ca, tls_cert, tls_key, token_file or token or None)
+    found = Login.of(bool(tls), tls_ca, tls_cert, tls_key, token_file or token or None)
+    click.get_current_context().meta[_LOGIN] = found
 
 
 def login_options(function: _F) -> _F:
-    """Add --context and the options of TLS and the token, for ``login`` and ``open_client``.
+    """Add --context and the options of TLS and the token.
 
     A context counts where it is named; its target then too, for a command with --target on which none is typed.
     """
-
-    @functools.wraps(function)
-    def command(*arguments: Any, context: str | None, **options: Any) -> Any:
-        ctx = click.get_current_context()
-        given = {name: options.pop(name) for name in CONTEXT_FIELDS[1:]}
-        typed = {
-            name
-            for name in (*CONTEXT_FIELDS, "context")
-            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        }
-        token = os.environ.get("UPR_TOKEN")
-        if typed >= {"context", "target"}:
-            raise click.UsageError("--context has a target; give one of the two")
-        if context and "target" not in typed:
-            # Of the environment nothing is added: a token is for the server that it was given for.
-            found = chosen(context)
-            given = {name: given[name] if name in typed else found.get(name) for name in given}
-            token = None
-            options |= {"target": found["target"]} if "target" in options else {}
-        ctx.meta[_LOGIN] = _read_login(**given, token=token)
-        return function(*arguments, **options)
-
-    options = (_CONTEXT_OPTION, *_LOGIN_OPTIONS)
-    return cast("_F", functools.reduce(lambda f, add: add(f), reversed(options), command))
+    return _with_login(function, current=False)
 
 
 def required_target(target: str | None) -> str:
@@ -236,60 +268,23 @@ def open_client(target: str, **options: Any) -> "Client":
 
 
 def target_option(function: _F) -> _F:
-    """Add --target, --data and --context, and the options of ``login_options``."""
-
-    @functools.wraps(function)
-    def command(*arguments: Any, data: Path | None, context: str | None, **options: Any) -> Any:
-        ctx = click.get_current_context()
-        given = {name: options.pop(name) for name in CONTEXT_FIELDS}
-        source = ctx.get_parameter_source
-        typed = {
-            name
-            for name in (*given, "data", "context")
-            if source(name) is ParameterSource.COMMANDLINE
-        }
-        if typed & {"target", "data", "context"}:
-            # What is typed counts, and not what the environment says instead of it.
-            data = data if "data" in typed else None
-            context = context if "context" in typed else None
-        is_given = source("target") is not ParameterSource.DEFAULT
-        token = os.environ.get("UPR_TOKEN")
-        if data is not None:
-            if "target" in typed or context or (is_given and "data" not in typed):
-                raise click.UsageError("--data goes without --target and --context")
-            given = {**dict.fromkeys(given), "tls": False, "target": _admin_socket(data)}
-            token = None
-        elif context and "target" in typed:
-            raise click.UsageError("--context has a target; give one of the two")
-        elif (context or not is_given) and (found := chosen(context)):
-            # Without one that is named, only where no target is. Of the environment nothing is added: a token is for the
-            # server that it was given for.
-            given = {name: given[name] if name in typed else found.get(name) for name in given}
-            token = None
-        target = given.pop("target")
-        ctx.meta[_LOGIN] = _read_login(**given, token=token)
-        return function(*arguments, target=target, **options)
-
-    options = (
-        click.option(
-            "--target",
-            type=TARGET,
-            default=DEFAULT_TARGET,
-            show_default=True,
-            envvar="UPR_TARGET",
-            show_envvar=True,
-            help="HOST:PORT of the server.",
-        ),
-        click.option(
-            "--data",
-            type=DirectoryPath(),
-            envvar="UPR_DATA",
-            help="Instead of --target: the data directory of a server here, whose owner may do everything.",
-        ),
-        _CONTEXT_OPTION,
-        *_LOGIN_OPTIONS,
+    """Add --target and --data, --context and the options of TLS and the token."""
+    target = click.option(
+        "--target",
+        type=TARGET,
+        default=DEFAULT_TARGET,
+        show_default=True,
+        envvar="UPR_TARGET",
+        show_envvar=True,
+        help="HOST:PORT of the server.",
     )
-    return cast("_F", functools.reduce(lambda f, add: add(f), reversed(options), command))
+    data = click.option(
+        "--data",
+        type=DirectoryPath(),
+        envvar="UPR_DATA",
+        help="Instead of --target: the data directory of a server here, whose owner may do everything.",
+    )
+    return _with_login(function, target, data, current=True)
 
 
 def _admin_socket(data: Path) -> str:

@@ -16,7 +16,7 @@ from upr.cli.admin_commands.restore_copy import restore_copy
 from upr.cli.admin_commands.status import status, storage, top
 from upr.cli.admin_commands.topology import drain, promote, takeover, topology
 from upr.cli.admin_commands.undone import undone
-from upr_cli_kit.options import FAILOVER_ID, PARTITION_SET, SEQNO, SEQNOS, client_options, one_list
+from upr_cli_kit.options import FAILOVER_ID, SEQNO, SEQNOS, client_options, partitions_argument
 from upr_cli_kit.output import (
     Group,
     add_examples,
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from upr_client import Client
 
 _COLUMNS = ("partition", "state", "high_seqno", "durable_seqno", "purge_seqno", "failover_id")
-_PARTITIONS_ARGUMENT = click.argument(
-    "partitions", nargs=-1, type=PARTITION_SET, metavar="[PARTITION ...]"
-)
 
 
 @click.group("upr-admin", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,28 +49,28 @@ def main() -> None:
 
 
 @main.command("failover-log")
-@_PARTITIONS_ARGUMENT
+@partitions_argument(metavar="[PARTITION ...]")
 @client_options
 @watched_output_options
 def failover_log(
-    partitions: tuple[list[int], ...], client: "Client", bucket: str, as_json: bool
+    partitions: list[int] | None, client: "Client", bucket: str, as_json: bool
 ) -> None:
     """Show failover logs, oldest record first, of all partitions or of those named (5, or 0-63,512)."""
     from upr.cli.admin_commands.explain import logs_to_json, logs_to_text
 
-    logs = client.admin.failover_logs(bucket, one_list(partitions))
+    logs = client.admin.failover_logs(bucket, partitions)
     print_result(as_json, logs_to_json(logs), logs_to_text(logs))
 
 
 @main.command("partitions")
-@_PARTITIONS_ARGUMENT
+@partitions_argument(metavar="[PARTITION ...]")
 @client_options
 @watched_output_options
 def partitions_command(
-    partitions: tuple[list[int], ...], client: "Client", bucket: str, as_json: bool
+    partitions: list[int] | None, client: "Client", bucket: str, as_json: bool
 ) -> None:
     """Show the state of all partitions or of those named (5, or 0-63,512)."""
-    found = client.admin.partitions(bucket, one_list(partitions))
+    found = client.admin.partitions(bucket, partitions)
     documents = [
         {
             **{column: getattr(info, column) for column in _COLUMNS},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr.cli.admin_commands.restore_copy import open_directory
-from upr_cli_kit.options import PARTITION_SET, one_list
+from upr_cli_kit.options import partitions_argument
 from upr_cli_kit.output import confirm, note, output_options, print_done, print_json
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import BucketNotFoundError, InvalidArgumentError, UprError
@@ -237,12 +237,12 @@ def _words(loss: Loss) -> str:
 
 @click.command("accept-loss")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
-@click.argument("partitions", nargs=-1, required=True, type=PARTITION_SET, metavar="PARTITION ...")
+@partitions_argument(required=True, metavar="PARTITION ...")
 @click.option("--bucket", default="default", show_default=True, help="The bucket's name.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @output_options
 def accept_loss(
-    directory: Path, partitions: tuple[list[int], ...], bucket: str, yes: bool, as_json: bool
+    directory: Path, partitions: list[int], bucket: str, yes: bool, as_json: bool
 ) -> None:
     """Have dead partitions (5, or 0-63,512) of DIR, whose server is stopped, go on without what is missing of them.
 
@@ -255,7 +255,7 @@ def accept_loss(
     try:
         found = _find(data.buckets(), bucket)
         try:
-            losses = found.look(one_list(partitions) or [])
+            losses = found.look(partitions)
             words = "\n".join(map(_words, losses))
             if yes:
                 note(words)

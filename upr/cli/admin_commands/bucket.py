@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import PARTITION_SET, client_option, client_options, one_list
+from upr_cli_kit.options import client_option, client_options, partitions_argument
 from upr_cli_kit.output import (
     Group,
     Progress,
@@ -169,19 +169,19 @@ def _document(info: "BucketInfo") -> dict[str, Any]:
 
 
 @click.command("purge")
-@click.argument("partitions", nargs=-1, type=PARTITION_SET, metavar="[PARTITION ...]")
+@partitions_argument(metavar="[PARTITION ...]")
 @click.option("--dry-run", is_flag=True, help="Change nothing, only say what would go.")
 @client_options
 @output_options
 def purge(
-    partitions: tuple[list[int], ...], dry_run: bool, client: "Client", bucket: str, as_json: bool
+    partitions: list[int] | None, dry_run: bool, client: "Client", bucket: str, as_json: bool
 ) -> None:
     """Drop deletions that are old enough and that everybody has passed; say who holds the others up.
 
     Merging does the same by itself now and then. A follower that stood below what was purged, and not at 0, has to
     begin again at 0. Held up by "newest" means: the row at a partition's high seqno always stays.
     """
-    chosen = one_list(partitions) or list(range(PARTITIONS))
+    chosen = partitions or list(range(PARTITIONS))
     found: list[PartitionPurge] = []
     with closing(Progress("partitions", len(chosen))) as progress:
         for first in range(0, len(chosen), _AT_ONCE):

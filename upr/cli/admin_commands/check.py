@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr_cli_kit import exit_codes
-from upr_cli_kit.options import PARTITION_SET, DirectoryPath
+from upr_cli_kit.options import DirectoryPath, partitions_option
 from upr_cli_kit.output import Progress, note, output_options, print_result
 from upr_protocol.limits import PARTITIONS
 
@@ -87,12 +87,7 @@ def exit_code(reports: "Iterable[BucketReport]") -> int:
 
 @click.command("check")
 @click.argument("directory", type=DirectoryPath(), metavar="DIR")
-@click.option(
-    "--partitions",
-    type=PARTITION_SET,
-    default=None,
-    help="Only these, as 5 or 0-63,512.  [default: all]",
-)
+@partitions_option
 @output_options
 def check(directory: Path, partitions: list[int] | None, as_json: bool) -> int:
     """Verify the data directory DIR, which no server may be using. Changes nothing.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from upr_cli_kit.options import PARTITION_SET, client_options
+from upr_cli_kit.options import client_options, partitions_option
 from upr_cli_kit.output import (
     Group,
     columns,
@@ -96,9 +96,7 @@ def show(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     metavar="beginning|now|TIME",
     help="Where it goes on: TIME as 2026-05-01T12:00:00Z, or '2h ago'.",
 )
-@click.option(
-    "--partitions", type=PARTITION_SET, help="Which partitions, as 0-63,512. [default: all]"
-)
+@partitions_option
 @click.option("--create", is_flag=True, help="Store positions also for a name that is not known.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @client_options

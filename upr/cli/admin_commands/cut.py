@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import PARTITION_SET, client_options
+from upr_cli_kit.options import client_options, partitions_option
 from upr_cli_kit.output import (
     Group,
     columns,
@@ -49,9 +49,7 @@ def cut() -> None:
 @cut.command("create")
 @click.argument("name")
 @_lease_option
-@click.option(
-    "--partitions", type=PARTITION_SET, help="Which partitions, as 0-63,512. [default: all]"
-)
+@partitions_option
 @client_options
 @output_options
 def create(

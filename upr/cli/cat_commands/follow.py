@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import click
 
 from upr.cli.cat_commands.keys import bucket_there
-from upr_cli_kit.options import PARTITION_SET, Parsed, open_client, server_options
+from upr_cli_kit.options import Parsed, open_client, partitions_option, server_options
 from upr_cli_kit.output import note, verbose_option
 from upr_cli_kit.times import duration, parse_time
 from upr_protocol.errors import InvalidArgumentError
@@ -185,9 +185,7 @@ def _start(from_now: bool, from_time: datetime | None) -> "Start":
     type=click.Path(dir_okay=False, path_type=Path),
     help="Go on from the positions in this file, and keep them there.",
 )
-@click.option(
-    "--partitions", type=PARTITION_SET, help="Only these, as 0-63,512. [default: all 1024]"
-)
+@partitions_option
 @click.option("--key-prefix", default="", help="Only keys that begin with it.")
 @click.option(
     "--stability",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import click
 
-from upr_cli_kit.options import PARTITION_SET, open_client, server_options
+from upr_cli_kit.options import open_client, partitions_option, server_options
 from upr_cli_kit.output import json_option, print_result, verbose_option
 from upr_protocol.errors import UprError, shown
 from upr_protocol.limits import VALUE_BYTES_MAX
@@ -105,9 +105,7 @@ def _report(written: "WriteResult", as_json: bool) -> None:
 
 
 @click.command("dump")
-@click.option(
-    "--partitions", type=PARTITION_SET, help="Only these, as 0-63,512. [default: all 1024]"
-)
+@partitions_option
 @click.option("--key-prefix", default="", help="Only keys that begin with it.")
 @verbose_option
 @server_options
