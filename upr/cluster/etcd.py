@@ -86,7 +86,6 @@ class Etcd:
         self._endpoints = list(endpoints)
         self._at = 0
         links = Links(ca, cert, key, options=_OPTIONS)
-        links.check()
         self._channels = Channels(links, CALL_SECONDS + 1.0)
         self._user = user
         if user is not None:

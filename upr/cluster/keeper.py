@@ -403,8 +403,11 @@ def replicate(
         return ReplicaMethods(catalog, config, address)
     place = check_cluster(config)
     if registry is None:
-        files = {"ca": config.cluster_ca, "user": config.cluster_user}
-        if config.cluster_ca is not None:
-            files |= {"cert": config.tls_cert, "key": config.tls_key}
-        registry = Etcd(place.endpoints, **files)
+        registry = Etcd(
+            place.endpoints,
+            ca=config.cluster_ca,
+            cert=config.tls_cert,
+            key=config.tls_key,
+            user=config.cluster_user,
+        )
     return ReplicaMethods(catalog, config, address, Keeper(catalog, registry, place, address))

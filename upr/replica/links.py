@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import grpc
 
-from upr.config import ServerConfig
 from upr.service.access.files import read_tls, signature
 from upr_client.endpoints import Login, authorization, check_token
 from upr_protocol.errors import UprError
@@ -52,9 +51,12 @@ class Links:
 
     Attributes:
         ca: PEM file of the authorities of their certificates; None for no encryption.
-        cert, key: PEM files of this server's certificate, which is shown to them.
+        cert, key: PEM files of this server's certificate, which is shown to them where calls are encrypted.
         token: file of the token that is shown to them; read with each call.
         options: of their channels.
+
+    Raises:
+        UprError: a file cannot be read, or used.
     """
 
     ca: Path | None = None
@@ -63,42 +65,33 @@ class Links:
     token: Path | None = None
     options: Sequence[tuple[str, int]] = tuple(CLIENT_OPTIONS)
 
-    @classmethod
-    def of(cls, config: ServerConfig) -> "Links":
-        """Return the links that settings ask for.
-
-        Raises:
-            UprError: a file cannot be read.
-        """
-        if config.peer_ca is None:
-            links = cls(token=config.peer_token)
-        else:
-            links = cls(config.peer_ca, config.tls_cert, config.tls_key, config.peer_token)
-        links.check()
-        return links
-
-    def check(self) -> None:
-        """Raise UprError where a file cannot be read, or used."""
+    def __post_init__(self) -> None:
         self._login().packed()
 
+    @property
+    def _files(self) -> tuple[Path | None, Path | None, Path | None]:
+        """The files that are used: certificate, key and authorities."""
+        return (None, None, None) if self.ca is None else (self.cert, self.key, self.ca)
+
     def _login(self) -> Login:
-        login = Login.of(False, self.ca, self.cert, self.key, self.token)
+        cert, key, ca = self._files
+        login = Login.of(False, ca, cert, key, self.token)
         try:
-            is_whole = read_tls(self.cert, self.key, self.ca) == [login.cert, login.key, login.ca]
+            is_whole = read_tls(cert, key, ca) == [login.cert, login.key, login.ca]
         except (OSError, ValueError):
             is_whole = False
         if not is_whole:
             raise UprError(
                 "the files of TLS that other servers are shown, or known by, cannot be used",
                 reason="FILE_UNUSABLE",
-                hint=f"mend {', '.join(str(one) for one in (self.cert, self.key, self.ca) if one)}",
+                hint=f"mend {', '.join(str(one) for one in self._files if one)}",
                 retriable=True,
             )
         return login
 
     def version(self) -> tuple[object, ...]:
         """Return what changes with the files of TLS, without reading them."""
-        return signature([path for path in (self.ca, self.cert, self.key) if path is not None])
+        return signature(filter(None, self._files))
 
     def open(self, address: str) -> Any:
         """Return a Link, which generated stubs take for a channel; its certificate is the one that the files have now.

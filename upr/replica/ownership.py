@@ -87,7 +87,7 @@ class Ownership:
         self._catalog = catalog
         self._config = config
         self._address = address
-        self._links = Links.of(config)
+        self._links = Links(config.peer_ca, config.tls_cert, config.tls_key, config.peer_token)
         self.peers = Peers(
             catalog, address, self._links, meets=config.meets, upstreams=config.replicate_from
         )
