@@ -129,46 +129,37 @@ class Progress:
     close = end_line
 
 
-class CommandError(Exception):
-    """An error that is shown as one line and ends the command with a status.
-
-    Args:
-        message: what happened and, in brackets, what to do.
-        exit_code: one of ``exit_codes``.
-    """
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _as_command_error(error: Exception) -> CommandError:
-    if isinstance(error, UprError):
-        return CommandError(str(error), exit_codes.exit_code_of(error))
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        words = (
-            "stdin or stdout is closed" if error.errno == errno.EBADF else error.strerror or error
-        )
-        return CommandError(f"{where}{words}", exit_codes.exit_code_of(error))
-    return CommandError(
-        f"internal error: {type(error).__name__}: {error} (--verbose shows where; please report it)",
-        exit_codes.BAD_ANSWER,
+def _as_click_error(error: Exception) -> click.ClickException:
+    """Return an error with what happened and, in brackets, what to do, and one of ``exit_codes``."""
+    code = exit_codes.BAD_ANSWER
+    words = (
+        f"internal error: {type(error).__name__}: {error} (--verbose shows where; please report it)"
     )
+    if isinstance(error, UprError | OSError):
+        words, code = str(error), exit_codes.exit_code_of(error)
+    if isinstance(error, OSError):
+        words = error.strerror or words
+        if error.errno == errno.EBADF:
+            words = "stdin or stdout is closed"
+        if error.filename:
+            words = f"{error.filename}: {words}"
+    shown = click.ClickException(words)
+    shown.exit_code = code  # type: ignore[misc]
+    return shown
 
 
 def _invoked(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
-    """Run a command and turn what it raises into a CommandError."""
+    """Run a command and turn what it raises into an error of click's."""
     try:
         result = invoke(ctx)
         # Here and not at the interpreter's end, where a closed pipe would be a complaint and status 120.
         sys.stdout.flush()
         return result
-    except (CommandError, click.ClickException, click.exceptions.Exit, click.Abort):
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise
     except BrokenPipeError:
         # Whoever reads has seen enough: `upr-cat follow | head`.
@@ -180,7 +171,7 @@ def _invoked(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
             _drop_output()
         if ctx.meta.get(_VERBOSE):
             traceback.print_exc()
-        raise _as_command_error(error) from error
+        raise _as_click_error(error) from error
 
 
 def _drop_output() -> None:
@@ -207,9 +198,6 @@ def _left(run: Callable[..., Any], args: tuple[Any, ...], extra: dict[str, Any])
         sys.exit(error.exit_code)
     except click.ClickException as error:
         note(f"error: {_one_line(error.format_message())}")
-        sys.exit(error.exit_code)
-    except CommandError as error:
-        note(f"error: {_one_line(str(error))}")
         sys.exit(error.exit_code)
     except click.Abort:
         note("interrupted")

@@ -177,22 +177,21 @@ class Buckets:
             self._catalog.check_active()
             try:
                 chosen = self._catalog.version_of(name, version)
-            except BucketNotFoundError as error:
+            except BucketNotFoundError:
                 # One that could not be made here.
-                chosen = await self._known(name, version, error)
+                _, known = await self._rows.found()
+                buckets = () if known is None else known.buckets
+                found = [
+                    b.version for b in buckets if b.name == name and version in (None, b.version)
+                ]
+                if not found:
+                    raise
+                chosen = found[0]
             words = f"bucket {shown(name)} was dropped"
             await self._change(lambda known: known.dropping(chosen), words)
             if chosen in self._catalog.versions:
                 await _here(self._catalog.drop(name, chosen), words)
             return chosen
-
-    async def _known(self, name: str, version: int | None, missing: UprError) -> int:
-        """Return the version of a bucket that only the map has."""
-        _, known = await self._rows.found()
-        for one in () if known is None else known.buckets:
-            if one.name == name and version in (None, one.version):
-                return one.version
-        raise missing
 
     def _is_owners(self, known: Map) -> bool:
         """Return whether this server is the owner that a map names; another one may have claimed, or it is another set's."""
@@ -208,7 +207,7 @@ class Buckets:
             return changed(known)
 
         try:
-            self._note(await self._rows.change(by_owner))
+            known = await self._rows.change(by_owner)
         except UnknownOutcomeError as error:
             raise UnknownOutcomeError(
                 f"{error.message}; it is not known whether {words}",
@@ -218,10 +217,8 @@ class Buckets:
         except UnavailableError as error:
             error.message += "; nothing was changed"
             raise
-
-    def _note(self, known: Map | None) -> None:
-        if known is not None:
-            self._dropped = known.dropped
+        assert known is not None
+        self._dropped = known.dropped
 
     def are(self, known: Map) -> bool:
         """Return whether the buckets here are those that a map has, and its row is not of an old copy.
@@ -256,9 +253,9 @@ class Buckets:
                 known = await self._rows.change(with_ours)
                 if known not in (None, before):
                     log.warning("the map of the cluster is set right by what its owner has")
-            self._note(known)
             if known is None:
                 return
+            self._dropped = known.dropped
             failed: UprError | None = None
             here = self._catalog.versions
             for version, name in here.items():

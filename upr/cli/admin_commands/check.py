@@ -1,6 +1,7 @@
 """``upr-admin check``: verify a closed data directory whole."""
 
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,11 +97,9 @@ def check(directory: Path, partitions: list[int] | None, as_json: bool) -> int:
     """
     from upr.storage.check.directory import check_directory
 
-    progress = Progress("partitions", PARTITIONS if partitions is None else len(partitions))
-    try:
+    total = PARTITIONS if partitions is None else len(partitions)
+    with closing(Progress("partitions", total)) as progress:
         reports = check_directory(directory, partitions, progress.update)
-    finally:
-        progress.close()
     print_result(as_json, to_json(reports), to_text(reports) or "there are no buckets")
     if any(report.damaged for report in reports):
         note("there is no repair: take the data from a replica or a backup")

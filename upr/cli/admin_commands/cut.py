@@ -87,7 +87,7 @@ def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool)
     found = client.admin.cuts(bucket, with_pins=partitions)
     if partitions:
         rows = (
-            (info.name, partition, _shown(pin.failover_id), pin.seqno)
+            (info.name, partition, _id(pin.failover_id) or "-", pin.seqno)
             for info in found
             for partition, pin in info.pins.items()
         )
@@ -125,10 +125,6 @@ def release(name: str, client: "Client", bucket: str, as_json: bool) -> None:
 
 def _id(failover_id: int | None) -> str | None:
     return format_failover_id(failover_id) if failover_id else None
-
-
-def _shown(failover_id: int | None) -> str:
-    return _id(failover_id) or "-"
 
 
 def _row(info: "CutInfo") -> tuple[object, ...]:

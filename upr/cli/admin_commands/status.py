@@ -10,13 +10,13 @@ import click
 
 from upr.cli.admin_commands.topology import part_words
 from upr_cli_kit.options import client_option, client_options
-from upr_cli_kit.output import columns, print_json, size_text, verbose_option
+from upr_cli_kit.output import columns, print_json, print_result, size_text, verbose_option
 from upr_cli_kit.screen import has_screen, interval, watch, watched_output_options
 from upr_protocol.errors import UprError
 
 if TYPE_CHECKING:
     from upr_client import Client
-    from upr_client.admin import BucketInfo, BucketStatus, ConsumerInfo, ServerStatus, StorageInfo
+    from upr_client.admin import BucketInfo, BucketStatus, ConsumerInfo, ServerStatus
 
 
 _STATUS_COLUMNS = (
@@ -165,9 +165,10 @@ def _status_document(found: "ServerStatus") -> dict[str, Any]:
 def storage(client: "Client", bucket: str, as_json: bool) -> None:
     """Show space, and what journal, flushes and merges wrote since the server was started."""
     found = client.admin.storage(bucket)
-    if as_json:
-        print_json(_storage_document(found))
-        return
+    factor = found.write_amplification
+    amplification = "nothing since the start"
+    if factor is not None:
+        amplification = f"{factor:.2f} bytes for each byte ingested"
     lines = {
         "store file": _of(found.used_bytes, found.file_bytes, " in use"),
         "journal": size_text(found.journal_bytes),
@@ -180,32 +181,22 @@ def storage(client: "Client", bucket: str, as_json: bool) -> None:
         "flushed": size_text(found.flushed_bytes),
         "merged": f"{size_text(found.merge_input_bytes)} to {size_text(found.merge_output_bytes)}, "
         f"{found.merge_input_rows} rows to {found.merge_output_rows}, {found.merge_seconds:.1f} s",
-        "write amplification": _amplification(found),
+        "write amplification": amplification,
         "purged": f"{found.purged_tombstones} tombstones",
         "to merge": f"{found.partitions_to_merge} partitions",
     }
+    document = asdict(found) | {
+        "bucket_version": f"{found.bucket_version:016x}",
+        "write_amplification": factor,
+    }
     width = max(map(len, lines))
-    for name, text in lines.items():
-        click.echo(f"{name.ljust(width)}  {text}")
+    text = "\n".join(f"{name.ljust(width)}  {words}" for name, words in lines.items())
+    print_result(as_json, document, text)
 
 
 def _of(part: int, whole: int, words: str) -> str:
     share = f", {part / whole:.0%}" if whole else ""
     return f"{size_text(part)} of {size_text(whole)}{words}{share}"
-
-
-def _amplification(found: "StorageInfo") -> str:
-    factor = found.write_amplification
-    if factor is None:
-        return "nothing since the start"
-    return f"{factor:.2f} bytes for each byte ingested"
-
-
-def _storage_document(found: "StorageInfo") -> dict[str, Any]:
-    document = asdict(found)
-    document["bucket_version"] = f"{found.bucket_version:016x}"
-    document["write_amplification"] = found.write_amplification
-    return document
 
 
 _TOP_BUCKETS = ("bucket", "writes/s", "mutations", "tail", "used", "streams", "problem")

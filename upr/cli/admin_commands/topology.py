@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from upr_cli_kit.options import ADDRESS, login_options, open_client, target_option
+from upr_cli_kit.options import ADDRESS, client_option, login_options, open_client, target_option
 from upr_cli_kit.output import (
     Group,
     columns,
@@ -21,6 +21,7 @@ from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import duration
 
 if TYPE_CHECKING:
+    from upr_client import Client
     from upr_client.admin import Promotion, SetMember, SetPart, Topology
 
 _COLUMNS = ("address", "directory", "state", "counted", "in step", "epoch", "lag")
@@ -103,17 +104,15 @@ def _row(member: "SetMember", found: "Topology", in_cluster: bool) -> tuple[obje
 
 @topology.command("forget")
 @click.argument("server")
-@target_option
+@client_option
 @output_options
-def forget(server: str, target: str, as_json: bool) -> None:
+def forget(server: str, client: "Client", as_json: bool) -> None:
     """Count SERVER no more, which will not come back: its directory, or HOST:PORT. Ask the active server.
 
     While a counted server is away it holds purging up, and keeps new ones from counting. Remove its data directory: if it
     came back and were promoted before it has heard of this, what was acknowledged since could be undone.
     """
-    with open_client(target) as client:
-        directory = client.admin.forget_server(server)
-    print_done(as_json, "forgotten", directory)
+    print_done(as_json, "forgotten", client.admin.forget_server(server))
 
 
 def _change_of(found: "Topology") -> str:

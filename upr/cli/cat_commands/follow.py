@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
-from upr.cli.cat_commands.keys import bucket_there
+from upr.cli.cat_commands.keys import Durability, bucket_there
 from upr_cli_kit.options import Parsed, open_client, partitions_option, server_options
 from upr_cli_kit.output import note, verbose_option
 from upr_cli_kit.times import duration, parse_time
@@ -20,10 +20,7 @@ from upr_protocol.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from upr_client import Change, ChangeBatch, FilePositions, Position, Rollback
-    from upr_client.changes.options import Start
     from upr_client.types import Changes
-
-Stability = Literal["disk", "memory", "replicated(1)", "replicated(2)", "replicated(3)"]
 
 
 class StartAnew:
@@ -161,12 +158,6 @@ def layout_of(text: str) -> Layout | None:
     return lambda change: b"".join(p if isinstance(p, bytes) else p(change) for p in parts)
 
 
-def _start(from_now: bool, from_time: datetime | None) -> "Start":
-    if from_time is not None:
-        return from_time
-    return "now" if from_now else "beginning"
-
-
 @click.command("follow")
 @click.option("--until-now", is_flag=True, help="End at what is there when the streams are opened.")
 @click.option(
@@ -189,7 +180,7 @@ def _start(from_now: bool, from_time: datetime | None) -> "Start":
 @click.option("--key-prefix", default="", help="Only keys that begin with it.")
 @click.option(
     "--stability",
-    type=click.Choice(get_args(Stability)),
+    type=click.Choice(get_args(Durability)),
     default="disk",
     show_default=True,
     help="Show rows when they are durable here, before, or when so many replicas have them too.",
@@ -226,7 +217,7 @@ def follow(
     position_file: Path | None,
     partitions: list[int] | None,
     key_prefix: str,
-    stability: Stability,
+    stability: Durability,
     keys_only: bool,
     layout: Layout | None,
     group: str | None,
@@ -254,7 +245,7 @@ def follow(
     from upr_client import Group, Only, Tuning
 
     options: dict[str, Any] = {
-        "start": _start(from_now, from_time),
+        "start": from_time or ("now" if from_now else "beginning"),
         "until": "now" if until_now else None,
         "only": Only(
             partitions, stability=stability, keys_only=keys_only, key_prefix=os.fsencode(key_prefix)

@@ -176,30 +176,28 @@ class GitHistory:
 
     def _change_of(self, entry: _Entry, blobs: IO[bytes]) -> FileChange | None:
         blob: bytes | None = None
-        skipped: Skipped | None = None
-        if entry.new_mode == _GITLINK:
-            skipped = self._skip(entry, "gitlink without content here", limit=False)
-        elif _has_blob(entry):
-            size = self._blob_size(entry, blobs)
-            if size > self._value_bytes_max:
-                _discard(blobs, size + 1)
-                words = f"blob is {size} bytes; must be at most {self._value_bytes_max}"
-                skipped = self._skip(entry, words, limit=True)
-            else:
-                blob = self._read_blob(entry, size, blobs)
-        if blob is not None and len(entry.path) > KEY_BYTES_MAX:
-            blob = None
-            words = f"path is {len(entry.path)} bytes; must be at most {KEY_BYTES_MAX}"
-            skipped = self._skip(entry, words, limit=True)
+        above = ""
         was_there = (
             entry.old_mode not in (_ABSENT, _GITLINK)
             and entry.path not in self.left_out
             and len(entry.path) <= KEY_BYTES_MAX
         )
-        if skipped is not None and skipped.limit:
+        self.left_out.discard(entry.path)
+        if entry.new_mode == _GITLINK:
+            self._skip(entry, "gitlink without content here", limit=False)
+        elif _has_blob(entry):
+            size = self._blob_size(entry, blobs)
+            if size > self._value_bytes_max:
+                _discard(blobs, size + 1)
+                above = f"blob is {size} bytes; must be at most {self._value_bytes_max}"
+            elif len(entry.path) > KEY_BYTES_MAX:
+                _discard(blobs, size + 1)
+                above = f"path is {len(entry.path)} bytes; must be at most {KEY_BYTES_MAX}"
+            else:
+                blob = self._read_blob(size, blobs)
+        if above:
+            self._skip(entry, above, limit=True)
             self.left_out.add(entry.path)
-        else:
-            self.left_out.discard(entry.path)
         # What is left out is deleted if it was there: with its old content the tree would be one that never was.
         return FileChange(entry.commit, entry.path, blob) if blob is not None or was_there else None
 
@@ -214,7 +212,7 @@ class GitHistory:
             )
         return int(header[2])
 
-    def _read_blob(self, entry: _Entry, size: int, blobs: IO[bytes]) -> bytes:
+    def _read_blob(self, size: int, blobs: IO[bytes]) -> bytes:
         # One more: a line feed ends each answer.
         data = blobs.read(size + 1)
         if len(data) != size + 1:
@@ -254,11 +252,9 @@ class GitHistory:
         self._processes.append(process)
         return process
 
-    def _skip(self, entry: _Entry, why: str, limit: bool) -> Skipped:
-        skipped = Skipped(self.commits[entry.commit], entry.path, why, limit)
+    def _skip(self, entry: _Entry, why: str, *, limit: bool) -> None:
         if self._on_skip is not None:
-            self._on_skip(skipped)
-        return skipped
+            self._on_skip(Skipped(self.commits[entry.commit], entry.path, why, limit))
 
     def _failed(self, command: str) -> GitError:
         self._complaints.seek(0)

@@ -53,6 +53,10 @@ class Loader:
     _rows: list[Row] = field(default_factory=list)
     _bytes: int = 0
 
+    @property
+    def rows(self) -> int:
+        return self.sets + self.deletes
+
     def add(self, row: Row) -> bool:
         """Take a row; returns whether a portion was written."""
         key, value = row
@@ -167,23 +171,17 @@ def _load(
     as_json: bool,
 ) -> None:
     """Write portions of rows, and print how many there were."""
-    progress = Progress("rows", None)
-    with _loader(target, bucket, durability, retry_seconds) as loader:
-        try:
-            for rows in portions:
-                for row in rows:
-                    loader.add(row)
-                # Per portion of input, because a pipe may pause here for long.
-                loader.flush()
-                progress.update(loader.sets + loader.deletes)
-        finally:
-            progress.close()
-        summary = {
-            "rows": loader.sets + loader.deletes,
-            "sets": loader.sets,
-            "deletes": loader.deletes,
-        }
-    _report(summary, as_json)
+    with (
+        _loader(target, bucket, durability, retry_seconds) as loader,
+        closing(Progress("rows")) as progress,
+    ):
+        for rows in portions:
+            for row in rows:
+                loader.add(row)
+            # Per portion of input, because a pipe may pause here for long.
+            loader.flush()
+            progress.update(loader.rows)
+    _report({"rows": loader.rows, "sets": loader.sets, "deletes": loader.deletes}, as_json)
 
 
 @load.command("git")
@@ -216,21 +214,18 @@ def load_git(
     with (
         closing(GitHistory(repo, on_skip)) as history,
         _loader(target, bucket, durability, retry_seconds) as loader,
+        closing(Progress("commits", len(history.commits))) as progress,
     ):
-        progress = Progress("commits", len(history.commits))
-        try:
-            for change in history.changes():
-                if loader.add((change.path, change.blob)):
-                    progress.update(change.commit, f"{loader.sets + loader.deletes} rows")
-            loader.flush()
-        finally:
-            progress.close()
-        summary = {
-            "commits": len(history.commits),
-            "sets": loader.sets,
-            "deletes": loader.deletes,
-            "skipped": skipped,
-        }
+        for change in history.changes():
+            if loader.add((change.path, change.blob)):
+                progress.update(change.commit, f"{loader.rows} rows")
+        loader.flush()
+    summary = {
+        "commits": len(history.commits),
+        "sets": loader.sets,
+        "deletes": loader.deletes,
+        "skipped": skipped,
+    }
     if skipped > _SKIPS_SHOWN:
         note(f"skipped {skipped - _SKIPS_SHOWN} more")
     _report(summary, as_json)
