@@ -255,7 +255,6 @@ def required_target(target: str | None) -> str:
 
 
 def login() -> "Login":
-    """Return the credentials of the command that runs."""
     found: Login = click.get_current_context().meta[_LOGIN]
     return found
 

@@ -77,8 +77,6 @@ class Progress:
     Args:
         unit: what ``update`` counts, in the plural.
         total: how many there will be, None when it is not known.
-        stream: where to, stderr by default.
-        clock: seconds, monotonic.
     """
 
     _open: ClassVar[TextIO | None] = None

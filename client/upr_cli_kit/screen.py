@@ -105,7 +105,6 @@ class Screen:
         sys.stdout.flush()
 
     def show(self, text: str) -> None:
-        """Show a text instead of the last one."""
         self._text = text
         lines = fitting(text, os.get_terminal_size(sys.stdout.fileno()))
         # Each line is erased behind its end, and the screen below: emptied as a whole it would flicker.

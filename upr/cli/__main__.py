@@ -8,7 +8,6 @@ COMMANDS = {"server": entry.server, "admin": entry.admin, "cat": entry.cat}
 
 
 def main() -> None:
-    """Run the command that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in COMMANDS:
         print(f"error: {name!r} is not one of {', '.join(COMMANDS)}", file=sys.stderr)

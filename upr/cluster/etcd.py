@@ -68,7 +68,6 @@ class Etcd:
     Args:
         endpoints: HOST:PORT of its servers.
         ca, cert, key: PEM files; without ``ca`` nothing is encrypted.
-        user: file of a user; None for none.
 
     Raises:
         UprError, OSError: a file cannot be read.
@@ -143,7 +142,6 @@ class Etcd:
         return await self._call(do)
 
     async def read(self, prefix: bytes) -> Found:
-        """Return all keys with a prefix."""
         request = wire.RangeRequest(key=prefix, range_end=end_of(prefix), limit=KEYS_MAX)
         answer = await self._ask(lambda channel: stubs.KVStub(channel).Range, request)
         if answer.more:
@@ -155,7 +153,6 @@ class Etcd:
         return Found(entries, answer.header.revision)
 
     async def swap(self, key: bytes, value: bytes, revision: int) -> bool:
-        """Set a key if its newest change is of this revision."""
         compare = wire.Compare(result=_EQUAL, target=_MOD, key=key, mod_revision=revision)
         return await self._put([compare], wire.PutRequest(key=key, value=value))
 
@@ -191,7 +188,6 @@ class Etcd:
         return bool((await self._call(do)).ttl > 0)
 
     async def changed(self, prefix: bytes, after: int) -> None:
-        """Wait for a change of a key with a prefix; at most some seconds."""
         begin = wire.WatchCreateRequest(
             key=prefix, range_end=end_of(prefix), start_revision=after + 1
         )

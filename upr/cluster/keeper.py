@@ -47,11 +47,7 @@ _AWAY_HINT = "who is active goes on; until etcd answers nobody else becomes that
 
 
 class Keeper:
-    """Part of one server in its cluster.
-
-    Args:
-        address: returns HOST:PORT where the server can be reached.
-    """
+    """Part of one server in its cluster."""
 
     def __init__(
         self, catalog: Catalog, registry: Registry, place: Place, address: Callable[[], str]
@@ -83,11 +79,9 @@ class Keeper:
         return asyncio.get_running_loop().time() - self._read_at if self._read_at else 0.0
 
     def has_key(self, directory: str) -> bool:
-        """Return whether a server had its key when etcd was read last."""
         return self._found is not None and directory in self._nodes()
 
     async def run(self, ownership: Ownership) -> None:
-        """Take part until cancelled."""
         self._read_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -154,7 +148,6 @@ class Keeper:
 
     @property
     def trouble(self) -> UprError | None:
-        """Why this server takes no part in its cluster; None while it does."""
         found = next(filter(None, self._told.values()), None)
         if found is None or (isinstance(found, UprError) and found.hint):
             return found
@@ -163,13 +156,11 @@ class Keeper:
 
     @property
     def bucket_trouble(self) -> UprError | None:
-        """Why a bucket is not as the map says; None while all are."""
         return self.buckets.trouble
 
     # Deciding
 
     async def _decide(self, ownership: Ownership) -> None:
-        """Do what the map asks of this server."""
         while True:
             try:
                 await self._look(ownership)
@@ -390,11 +381,7 @@ def replicate(
     address: Callable[[], str],
     registry: Registry | None = None,
 ) -> ReplicaMethods:
-    """Return a server's part in its set, and in its cluster if it has one.
-
-    Args:
-        address: returns HOST:PORT where the server can be reached.
-        registry: of the cluster; by default etcd.
+    """Return a server's part in its set, and in its cluster if it has one; ``registry`` is etcd by default.
 
     Raises:
         UprError: the settings do not fit, or a file cannot be read.

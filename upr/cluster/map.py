@@ -36,10 +36,6 @@ CHANGES_MAX = 8
 class MapRows:
     """The map of a cluster.
 
-    Args:
-        registry: where it is kept.
-        place: of the cluster.
-
     Attributes:
         swapped: the map with the newest row that was set from here; None before there is one.
     """

@@ -38,7 +38,6 @@ class Place:
 
     Attributes:
         endpoints: HOST:PORT of each server of etcd.
-        name: of the cluster.
     """
 
     endpoints: tuple[str, ...]
@@ -136,11 +135,7 @@ class Map:
     dropped: tuple[int, ...] = ()
 
     def adding(self, *buckets: Bucket) -> "Map":
-        """Return it with more buckets.
-
-        Raises:
-            TooManyError: they are more than BUCKETS_MAX.
-        """
+        """Return it with more buckets; raise TooManyError for more than BUCKETS_MAX."""
         more = (*self.buckets, *buckets)
         if len(more) > BUCKETS_MAX:
             raise TooManyError(
@@ -151,13 +146,11 @@ class Map:
         return replace(self, buckets=more)
 
     def dropping(self, version: int) -> "Map":
-        """Return it without a bucket."""
         left = tuple(one for one in self.buckets if one.version != version)
         before = tuple(one for one in self.dropped if one != version)
         return replace(self, buckets=left, dropped=(*before, version)[-DROPPED_MAX:])
 
     def encode(self) -> bytes:
-        """Return it as it is kept."""
         row, previous = self.row, self.row.previous
         text = {
             "format": FORMAT,

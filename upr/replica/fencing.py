@@ -47,11 +47,7 @@ class Rows(Protocol):
     """The map of a cluster, where the row of its set is changed by one at a time."""
 
     async def read(self) -> Row:
-        """Return the newest row.
-
-        Raises:
-            UprError: it cannot be read now.
-        """
+        """Return the newest row; raise UprError while it cannot be read."""
 
     async def swap(self, old: Row, new: Row) -> bool:
         """Change the row if it is the old one; return whether it is the new one. May be repeated.
@@ -63,10 +59,6 @@ class Rows(Protocol):
 
 class Fencing:
     """Grants and row of one server of a cluster.
-
-    Args:
-        rows: where the row is changed.
-        peers: calls the other servers.
 
     Attributes:
         grants: those that it gave and has.

@@ -114,7 +114,6 @@ class Channels:
     What they had counts on until they can be used.
 
     Args:
-        links: opens them.
         grace: seconds for which calls of one that is replaced may go on.
     """
 

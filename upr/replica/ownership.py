@@ -120,7 +120,6 @@ class Ownership:
 
     @property
     def standing(self) -> Standing:
-        """What this server has stored."""
         return self._catalog.standing.standing
 
     @property

@@ -59,11 +59,7 @@ def row_of_message(message: wire.OwnerRow) -> Row:
 def held_to_messages(
     held: dict[int, Held], changes: Mapping[int, int] = MappingProxyType({})
 ) -> list[wire.HeldBucket]:
-    """Return what is held as messages.
-
-    Args:
-        changes: see ``Answer``.
-    """
+    """Return what is held as messages, with ``changes`` as in ``Answer``."""
     return [
         wire.HeldBucket(
             version=version,
@@ -133,7 +129,6 @@ class Peers:
 
     Args:
         address: returns HOST:PORT where this server can be reached.
-        links: opens channels.
         meets: whether it meets servers. One that would refuse them asks none.
         upstreams: HOST:PORT of servers that this one was told to follow.
 
@@ -326,7 +321,6 @@ class Peers:
         return ReplicaServiceStub(self._channels.to(address))
 
     async def meet_all(self, standing: Standing) -> None:
-        """Meet all known servers at once."""
         if standing.owns:
             # The replica of a replica is none of the owner's: it goes on following where it was told to.
             self._note_followers()

@@ -34,12 +34,7 @@ async def _whole(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 class ReplicaMethods:
-    """Methods of ReplicaService, and the tasks behind them.
-
-    Args:
-        address: returns HOST:PORT where this server can be reached.
-        cluster: that the server belongs to; None for none.
-    """
+    """Methods of ReplicaService, and the tasks behind them."""
 
     def __init__(
         self,
@@ -56,7 +51,6 @@ class ReplicaMethods:
         self._set_status = SetStatus(self._ownership, catalog, cluster, config.min_copies)
 
     async def run(self) -> None:
-        """Meet, follow and serve until cancelled."""
         ownership = self._ownership
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -108,11 +102,7 @@ class ReplicaMethods:
         return self.topology(PERMIT.get().identity.may_everywhere(RULES[_TOPOLOGY].roles))
 
     def topology(self, told_why: bool) -> wire.GetTopologyResponse:
-        """Return it as a message.
-
-        Args:
-            told_why: whether what it waits for is told; the words may name any bucket.
-        """
+        """Return it as a message; without ``told_why`` not what it waits for: the words may name any bucket."""
         ownership, peers = self._ownership, self._ownership.peers
         standing = ownership.standing
         return wire.GetTopologyResponse(
@@ -165,7 +155,6 @@ class ReplicaMethods:
 
     @answering
     async def Promote(self, request: wire.PromoteRequest, context: Context) -> wire.PromoteResponse:
-        """Make this server the active one."""
         end = await _whole(self._promoted(force=request.force, takeover=request.takeover))
         addresses = self._ownership.peers.addresses
         return wire.PromoteResponse(
@@ -238,7 +227,6 @@ class ReplicaMethods:
     async def ForgetServer(
         self, request: wire.ForgetServerRequest, context: Context
     ) -> wire.ForgetServerResponse:
-        """Count a server no more, and forget it; see ``CountedReplicas.forget``."""
         self._check_not_waiting()
         self._catalog.check_active()
         member = self._ownership.peers.find(request.server)
@@ -247,7 +235,6 @@ class ReplicaMethods:
 
     @answering
     async def Meet(self, request: wire.MeetRequest, context: Context) -> wire.MeetResponse:
-        """Learn what another server knows, and tell it what is known here."""
         self._check_set(request.replica_set)
         ownership = self._ownership
         ownership.peers.heard(request.member)
@@ -267,7 +254,6 @@ class ReplicaMethods:
 
     @answering
     async def Promise(self, request: wire.PromiseRequest, context: Context) -> wire.PromiseResponse:
-        """Promise an epoch to a candidate."""
         self._check_set(request.replica_set)
         ownership = self._ownership
         ownership.peers.heard(request.candidate)

@@ -1,8 +1,7 @@
 """Replication: a server keeps the buckets of an upstream, and receives what is written there.
 
-The upstream is asked for its buckets every LIST_SECONDS; a bucket is made here with the version that it has there, and
-dropped when it is there no more. Each bucket has a Follow call of its own (``upstream_stream``), which is opened again, after a
-pause, whenever it ends. An upstream that cannot be reached is left for the next address.
+A bucket's call (``upstream_stream``) is opened again, after a pause, whenever it ends. An upstream that cannot be reached is
+left for the next address.
 
 A directory joins the set of servers of its first upstream, for good. The upstream of another set is refused: what it does
 not have would be undone here.
@@ -65,12 +64,11 @@ class Replication:
         upstreams: HOST:PORT of each, tried in turn.
         anonymous: whether it is not registered there.
         address: returns HOST:PORT where this server can be reached.
-        links: opens channels.
-        directory: the id of the upstream's data directory; empty if any server of the set will do.
         only: the partitions that are followed and how far, by bucket version, and no bucket is dropped; None for all.
 
     Attributes:
-        directory: as above; a change counts from the next look at the upstream's buckets on.
+        directory: the id of the upstream's data directory, empty if any server of the set will do; a change counts from the
+            next look at the upstream's buckets on.
 
     Raises:
         InvalidArgumentError: an address is malformed.

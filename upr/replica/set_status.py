@@ -64,7 +64,6 @@ class SetStatus:
     """What is told of one server's part in its set.
 
     Args:
-        cluster: that the server belongs to; None for none.
         min_copies: counted replicas without which no write is taken.
     """
 
@@ -82,7 +81,6 @@ class SetStatus:
         self._lasting: dict[str, UprError] = {}
 
     async def run(self) -> None:
-        """Look until cancelled."""
         loop = asyncio.get_running_loop()
         self._since = loop.time()
         while True:

@@ -1,10 +1,7 @@
 """The Follow call of a replica for one bucket: what the upstream sends becomes durable here, under its numbers.
 
-Each partition is started where it ends here, with its horizon and the id of its newest row, as a consumer does. The
-failover log comes with the answer and is stored before any row. A history that must be undone cannot be undone in a
-living tail: the call ends with UndoNeededError, and the bucket is opened anew.
-
-What is acknowledged is the last complete durable marker: after each fsync, not after each frame.
+A history that must be undone cannot be undone in a living tail: the call ends with UndoNeededError, and the bucket is opened
+anew.
 """
 
 import asyncio

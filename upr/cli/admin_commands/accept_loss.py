@@ -34,9 +34,7 @@ class Loss:
     """What a dead partition loses when it is made active.
 
     Attributes:
-        partition: 0 to 1023.
-        reason: why it died.
-        since: when, microseconds since the epoch; 0 when that is not known.
+        since: when it died, microseconds since the epoch; 0 when that is not known.
         kept: the last complete marker before the gap.
         missing: the ranges that nothing is there of, as far as is known.
         discarded: the ranges that are given up although they are there, because something before them is missing.

@@ -210,8 +210,6 @@ class Look:
 
     Args:
         at: the seconds of a clock that does not jump.
-        status: of the server.
-        buckets: those that were listed.
         consumers: by bucket's name, as far as the caller may see them.
         problems: why some could not be seen.
     """

@@ -36,7 +36,6 @@ class FileChange:
 
     Args:
         commit: which commit of ``GitHistory.commits``, from 0.
-        path: the path's bytes.
         blob: its new content, None when it is gone.
     """
 
@@ -51,7 +50,6 @@ class Skipped:
 
     Args:
         commit: the commit's name.
-        path: the path's bytes.
         why: in words, with the value and the limit.
         limit: whether a limit was the reason; else it is a gitlink, which has no content.
     """

@@ -24,11 +24,7 @@ _RETRY_SECONDS = 10.0
 
 
 def bucket_there(client: "Client", name: str) -> "Bucket":
-    """Return a bucket of a server that is there now.
-
-    Raises:
-        UprError: no server can be reached, or has it.
-    """
+    """Return a bucket; raise UprError where no server can be reached now, or has it."""
     bucket = client.bucket(name)
     # A server that was never there is a wrong address; one that goes away later is waited for.
     client.admin.partitions(bucket, [0])

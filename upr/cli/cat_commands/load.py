@@ -41,11 +41,7 @@ def load() -> None:
 
 @dataclass
 class Loader:
-    """Writes rows in portions and counts them.
-
-    Args:
-        write: writes a portion and returns when it is acknowledged.
-    """
+    """Writes rows in portions, and counts them; ``write`` returns when a portion is acknowledged."""
 
     write: Callable[[list[Row]], object]
     sets: int = 0

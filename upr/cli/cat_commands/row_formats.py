@@ -278,11 +278,6 @@ def read_rows(
 
     Empty lines are passed over. What precedes a bad line is yielded before the error is raised.
 
-    Args:
-        stream: the file, or a pipe.
-        name: how errors call it.
-        parse: makes a row of a line.
-
     Raises:
         InvalidArgumentError: a line is bad; with the name, the line's number from 1, and what is wrong.
     """
