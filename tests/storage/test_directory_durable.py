@@ -93,9 +93,9 @@ def test_a_loss_can_be_accepted_beside_a_bucket_that_cannot_be_read(tmp_path: Pa
         store.close()
     file = folders[0] / "store" / "data.mdb"
     file.write_bytes(b"\xff" * file.stat().st_size)
-    found = accept_loss._find(data.buckets(), names[1])
-    assert found.name == names[1]
-    found.close()
+    folder, store = accept_loss._find(data.buckets(), names[1])
+    assert folder == folders[1]
+    store.close()
     # It may be the one that was meant.
     with pytest.raises(DataDamagedError):
         accept_loss._find(data.buckets(), names[0])

@@ -1,13 +1,14 @@
 """``upr-admin accept-loss``: have a dead partition go on without what is missing of it."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr.cli.admin_commands.restore_copy import open_directory
+from upr.cli.admin_commands.restore_copy import open_directory, recovered
 from upr_cli_kit.options import partitions_argument
 from upr_cli_kit.output import confirm, note, output_options, print_done, print_json
 from upr_cli_kit.times import format_micros
@@ -101,103 +102,81 @@ def _loss(store: "Store", result: "Recovered", partition: int, ends: Range) -> L
     )
 
 
-class _Accepting:
-    """One bucket whose dead partitions are looked at, and then made active."""
+def _look(
+    folder: Path, store: "Store", partitions: Sequence[int]
+) -> "tuple[Recovered, dict[int, Range], list[Loss]]":
+    """Recover a bucket as a start would, in memory; return that, the ends of what is stored of dead partitions, and what is lost.
 
-    def __init__(self, folder: Path) -> None:
-        from upr.storage.store import Store
+    Raises:
+        InvalidArgumentError: a partition is not dead.
+    """
+    from upr.engine.partitions import DEAD, STATE_NAMES
+    from upr.storage.blocks import last_complete
 
-        self._folder = folder
-        self._store = Store(folder / "store")
-        self._ends: dict[int, Range] = {}
-
-    def close(self) -> None:
-        self._store.close()
-
-    @property
-    def name(self) -> str:
-        identity = self._store.identity()
-        return "" if identity is None else identity.name
-
-    def look(self, partitions: Sequence[int]) -> list[Loss]:
-        """Recover the bucket as a start would, in memory, and return what is lost.
-
-        Raises:
-            InvalidArgumentError: a partition is not dead.
-        """
-        from upr.engine.partitions import DEAD, STATE_NAMES
-        from upr.engine.recovery import recover
-        from upr.service.buckets.bucket_service import new_failover_id
-        from upr.service.clock import Clock
-        from upr.storage.blocks import last_complete
-        from upr.storage.journal import Journal
-
-        identity = self._store.identity()
-        assert identity is not None
-        self._version = identity.version
-        proof = self._store.proof()
-        journal = Journal(self._folder / "journal", identity.version)
-        try:
-            self._result = result = recover(
-                self._store.partitions(),
-                self._store.heads,
-                journal.replay(needed=proof is None),
-                proven=None if proof is None else proof.highs,
-                new_id=new_failover_id,
-                now=Clock().now(),
-                log_records=FAILOVER_LOG_MAX,
+    identity, proof = store.identity(), store.proof()
+    assert identity is not None
+    result, _ = recovered(
+        folder, store, identity, None if proof is None else proof.highs, needed=proof is None
+    )
+    state = result.partitions.state
+    for partition in partitions:
+        if state[partition] != DEAD:
+            raise InvalidArgumentError(
+                f"partition {partition} of bucket {identity.name!r} is {STATE_NAMES[int(state[partition])]}, "
+                "not dead; nothing was changed",
+                hint="'upr-admin partitions' and 'upr-admin check' name those that are dead",
             )
-        finally:
-            journal.close()
-        state = result.partitions.state
-        for partition in partitions:
-            if state[partition] != DEAD:
-                raise InvalidArgumentError(
-                    f"partition {partition} of bucket {identity.name!r} is {STATE_NAMES[int(state[partition])]}, "
-                    "not dead; nothing was changed",
-                    hint="'upr-admin partitions' and 'upr-admin check' name those that are dead",
-                )
-        # As a start does it; it changes nothing of what there is.
-        self._store.put_aside(result.aside)
-        losses = []
-        for partition in partitions:
-            heads, _ = self._store.heads_until_damage(partition)
-            ends = self._ends[partition] = (heads[-1].end if heads else 0, last_complete(heads))
-            losses.append(_loss(self._store, result, partition, ends))
-        return losses
+    # As a start does it; it changes nothing of what there is.
+    store.put_aside(result.aside)
+    ends: dict[int, Range] = {}
+    for partition in partitions:
+        heads, _ = store.heads_until_damage(partition)
+        ends[partition] = heads[-1].end if heads else 0, last_complete(heads)
+    return result, ends, [_loss(store, result, p, end) for p, end in ends.items()]
 
-    def accept(self, losses: Sequence[Loss]) -> dict[str, Any]:
-        """Make the partitions active, in one transaction; returns what was done."""
-        from upr import failpoints
-        from upr.engine import recovery
-        from upr.service.buckets.bucket_service import new_failover_id
 
-        result = self._result
-        recovery.accept_loss(result, self._ends, new_failover_id, FAILOVER_LOG_MAX)
-        kept = {loss.partition: loss.kept for loss in losses}
-        released = _cuts_above(self._store.cuts(), kept)
-        failpoints.hit("accept.before_commit")
-        self._store.write_recovery(
-            result.rows,
-            result.blocks,
-            result.cut_off,
-            result.highs,
-            result.producers,
-            accepted=self._ends,
-            released=released,
-        )
-        failpoints.hit("accept.after_commit")
-        return {
-            "bucket": self.name,
-            "bucket_version": f"{self._version:016x}",
-            "partitions": [
-                {**_document(loss), "failover_id": self._newest_id(loss)} for loss in losses
-            ],
-            "released_cuts": [name.decode(errors="replace") for name in released],
-        }
+def _accept(
+    store: "Store", result: "Recovered", ends: Mapping[int, Range], losses: Sequence[Loss]
+) -> dict[str, Any]:
+    """Make the partitions active, in one transaction; returns what was done."""
+    from upr import failpoints
+    from upr.engine import recovery
+    from upr.service.buckets.bucket_service import new_failover_id
 
-    def _newest_id(self, loss: Loss) -> str:
-        return format_failover_id(self._result.partitions.logs[loss.partition].newest.failover_id)
+    recovery.accept_loss(result, ends, new_failover_id, FAILOVER_LOG_MAX)
+    kept = {loss.partition: loss.kept for loss in losses}
+    released = _cuts_above(store.cuts(), kept)
+    failpoints.hit("accept.before_commit")
+    store.write_recovery(
+        result.rows,
+        result.blocks,
+        result.cut_off,
+        result.highs,
+        result.producers,
+        accepted=ends,
+        released=released,
+    )
+    failpoints.hit("accept.after_commit")
+    identity, logs = store.identity(), result.partitions.logs
+    assert identity is not None
+    return {
+        "bucket": identity.name,
+        "bucket_version": f"{identity.version:016x}",
+        "partitions": [
+            {
+                "partition": loss.partition,
+                "reason": loss.reason,
+                "since": format_micros(loss.since),
+                "kept": loss.kept,
+                "missing": [list(one) for one in loss.missing],
+                "discarded": [list(one) for one in loss.discarded],
+                "discarded_rows": loss.rows,
+                "failover_id": format_failover_id(logs[loss.partition].newest.failover_id),
+            }
+            for loss in losses
+        ],
+        "released_cuts": [name.decode(errors="replace") for name in released],
+    }
 
 
 def _cuts_above(cuts: Mapping[bytes, "CutRow"], kept: Mapping[int, int]) -> list[bytes]:
@@ -207,18 +186,6 @@ def _cuts_above(cuts: Mapping[bytes, "CutRow"], kept: Mapping[int, int]) -> list
         for name, row in cuts.items()
         if any(p in kept and pin.seqno > kept[p] for p, pin in row.pins.items())
     )
-
-
-def _document(loss: Loss) -> dict[str, Any]:
-    return {
-        "partition": loss.partition,
-        "reason": loss.reason,
-        "since": format_micros(loss.since),
-        "kept": loss.kept,
-        "missing": [list(one) for one in loss.missing],
-        "discarded": [list(one) for one in loss.discarded],
-        "discarded_rows": loss.rows,
-    }
 
 
 def _spelled(ranges: Sequence[Range]) -> str:
@@ -249,21 +216,16 @@ def accept_loss(
     there, and is active again at the next start. Cuts that pin what is given up are released. Without a terminal, --yes
     is needed.
     """
-    data = open_directory(directory)
-    try:
-        found = _find(data.buckets(), bucket)
-        try:
-            losses = found.look(partitions)
+    with closing(open_directory(directory)) as data:
+        folder, store = _find(data.buckets(), bucket)
+        with closing(store):
+            result, ends, losses = _look(folder, store, partitions)
             words = "\n".join(map(_words, losses))
             if yes:
                 note(words)
             else:
                 confirm(_QUESTION, "accept the loss", words)
-            document = found.accept(losses)
-        finally:
-            found.close()
-    finally:
-        data.close()
+            document = _accept(store, result, ends, losses)
     if as_json:
         print_json(document)
         return
@@ -275,21 +237,22 @@ def accept_loss(
         print_done(False, "released", cut, f"a cut of bucket {bucket}")
 
 
-def _find(folders: Iterable[Path], name: str) -> _Accepting:
+def _find(folders: Iterable[Path], name: str) -> "tuple[Path, Store]":
+    """Return the folder of a bucket, and its store, open."""
+    from upr.storage.store import Store
+
     unreadable: UprError | None = None
     for folder in folders:
+        store: Store | None = None
         try:
-            found = _Accepting(folder)
+            store = Store(folder / "store")
+            identity = store.identity()
+            if identity is not None and identity.name == name:
+                return folder, store
         except UprError as error:
             unreadable = error
-            continue
-        try:
-            is_it = found.name == name
-        except UprError as error:
-            is_it, unreadable = False, error
-        if is_it:
-            return found
-        found.close()
+        if store is not None:
+            store.close()
     if unreadable is not None:
         # Its name is not known: it may be the one.
         raise unreadable

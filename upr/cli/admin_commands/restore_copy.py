@@ -1,5 +1,6 @@
 """``upr-admin restore-copy``: make an old copy of a data directory fit to be served."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,39 @@ from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import FAILOVER_LOG_MAX
 
 if TYPE_CHECKING:
+    from upr.engine.recovery import Recovered
     from upr.storage.directory import DataDirectory
+    from upr.storage.store import Identity, Store
+    from upr_protocol.block import U64
 
 
 _QUESTION = (
     "Every client of this copy will be rolled back to what the copy holds. "
     "This must be a copy, and the original must not be served any more. Go on?"
 )
+
+
+def recovered(
+    folder: Path, store: "Store", identity: "Identity", proven: "U64 | None", *, needed: bool
+) -> "tuple[Recovered, int]":
+    """Recover a bucket in memory; return that, and how many bytes of its journal were torn. See ``recover`` and ``replay``."""
+    from upr.engine.recovery import recover
+    from upr.service.buckets.bucket_service import new_failover_id
+    from upr.service.clock import Clock
+    from upr.storage.journal import Journal
+
+    with closing(Journal(folder / "journal", identity.version)) as journal:
+        result = recover(
+            store.partitions(),
+            store.heads,
+            journal.replay(needed=needed),
+            proven=proven,
+            new_id=new_failover_id,
+            now=Clock().now(),
+            # How many the server is told to keep is not known here: it drops the oldest when it adds one itself.
+            log_records=FAILOVER_LOG_MAX,
+        )
+        return result, journal.torn_bytes
 
 
 def _restore(folder: Path) -> dict[str, Any]:
@@ -28,30 +55,14 @@ def _restore(folder: Path) -> dict[str, Any]:
     """
     from upr import failpoints
     from upr.engine.partitions import ACTIVE
-    from upr.engine.recovery import recover
-    from upr.service.buckets.bucket_service import new_failover_id
-    from upr.service.clock import Clock
-    from upr.storage.journal import Journal
     from upr.storage.store import Store
     from upr.storage.undone import forget_future
 
-    store = Store(folder / "store")
-    journal = None
-    try:
+    with closing(Store(folder / "store")) as store:
         identity = store.identity()
         if identity is None:
             raise DataDirectoryError(f"{folder} holds a store without an identity")
-        journal = Journal(folder / "journal", identity.version)
-        result = recover(
-            store.partitions(),
-            store.heads,
-            journal.replay(),
-            proven=None,
-            new_id=new_failover_id,
-            now=Clock().now(),
-            # How many the server is told to keep is not known here: it drops the oldest when it adds one itself.
-            log_records=FAILOVER_LOG_MAX,
-        )
+        result, torn_bytes = recovered(folder, store, identity, None, needed=False)
         table = result.partitions
         active = [p for p in result.rows if table.state[p] == ACTIVE]
         records = {p: table.logs[p].newest for p in active}
@@ -64,10 +75,6 @@ def _restore(folder: Path) -> dict[str, Any]:
             result.rows, result.blocks, result.cut_off, result.highs, result.producers
         )
         failpoints.hit("restore.after_records")
-    finally:
-        if journal is not None:
-            journal.close()
-        store.close()
     return {
         "bucket": identity.name,
         "bucket_version": f"{identity.version:016x}",
@@ -81,7 +88,7 @@ def _restore(folder: Path) -> dict[str, Any]:
             for p, r in records.items()
         ],
         "not_active": len(result.rows) - len(active),
-        "torn_bytes": journal.torn_bytes,
+        "torn_bytes": torn_bytes,
         "released_cuts": list(forgotten.cuts),
         "removed_positions": [
             {"consumer": name, "partition": p, "seqno": seqno}
@@ -115,14 +122,11 @@ def restore_copy(directory: Path, yes: bool, as_json: bool) -> None:
     are removed. Running it again adds another record; no harm, but nothing is gained. Without a terminal, --yes is
     needed.
     """
-    data = open_directory(directory)
-    try:
+    with closing(open_directory(directory)) as data:
         if not yes:
             confirm(_QUESTION, "change the copy")
         data.is_another()
         documents = [_restore(folder) for folder in data.buckets()]
-    finally:
-        data.close()
     if as_json:
         print_json(documents)
         return
