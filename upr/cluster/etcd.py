@@ -16,7 +16,7 @@ import grpc
 from upr.cluster.registry import Entry, Found
 from upr.cluster.wire import etcd_pb2 as wire
 from upr.cluster.wire import etcd_pb2_grpc as stubs
-from upr.replica.links import Channels, Links
+from upr.replica.links import Channels, Links, next_message
 from upr.service.access.files import signature
 from upr.service.storage_trouble import words_of
 from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError
@@ -181,7 +181,7 @@ class Etcd:
             call = stub.LeaseKeepAlive(timeout=CALL_SECONDS, metadata=metadata)
             try:
                 await call.write(wire.LeaseKeepAliveRequest(id=lease))
-                return await _next(call)
+                return await next_message(call)
             finally:
                 call.cancel()
 
@@ -200,7 +200,7 @@ class Etcd:
                 async with asyncio.timeout(CALL_SECONDS):
                     await call.write(wire.WatchRequest(create_request=begin))
                     while True:
-                        told = await _next(call)
+                        told = await next_message(call)
                         if told.events or told.canceled:
                             return
             except TimeoutError:
@@ -212,14 +212,3 @@ class Etcd:
 
     async def close(self) -> None:
         await self._channels.close()
-
-
-async def _next(call: Any) -> Any:
-    """Return the next message of a call, or raise what ended it."""
-    message = await call.read()
-    if message is grpc.aio.EOF:
-        code, words = await call.code(), await call.details()
-        if code is grpc.StatusCode.OK:
-            code, words = grpc.StatusCode.UNAVAILABLE, "the call ended"
-        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), words)
-    return message

@@ -293,11 +293,3 @@ class Inventory:
             " that one has",
             retriable=True,
         )
-
-
-def not_known() -> UprError:
-    """Return the error of a first owner that was a replica since, and knows no other server."""
-    return UprError(
-        "the partitions here are a replica's, and nobody knows whether something is missing",
-        hint="start it with --replicate-from, as before; or 'upr-admin promote --force' makes it active as it is",
-    )

@@ -19,6 +19,18 @@ log = logging.getLogger(__name__)
 _Metadata = tuple[tuple[str, str], ...] | None
 
 
+async def next_message(call: Any) -> Any:
+    """Return the next message of a call, or raise what ended it."""
+    message = await call.read()
+    if message is grpc.aio.EOF:
+        code, words = await call.code(), await call.details()
+        if code is grpc.StatusCode.OK:
+            code, words = grpc.StatusCode.UNAVAILABLE, "the call ended"
+        trailing, initial = await call.trailing_metadata(), await call.initial_metadata()
+        raise grpc.aio.AioRpcError(code, initial, trailing, words)
+    return message
+
+
 class Link:
     """A channel whose calls carry a token unless they say otherwise, as far as generated stubs use one."""
 

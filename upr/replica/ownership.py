@@ -27,7 +27,6 @@ from upr.replica.inventory import (
     by_version,
     given_up,
     in_one_order,
-    not_known,
 )
 from upr.replica.links import Links
 from upr.replica.peers import MEET_SECONDS, Answer, Peers
@@ -754,8 +753,7 @@ class Ownership:
             await self.learned(one.row, one.epoch)
         # One that was the owner should undo soon: until then its rows are merged with those that it must undo.
         await self._follow_owner()
-        if self.peers.has_news:
-            await self.store(lambda standing: standing)
+        await self.store(lambda standing: standing)
         if self.active and not self.standing.owns:
             await self.step_down(fenced=True)
         elif self.active:
@@ -791,7 +789,11 @@ class Ownership:
         if missing := others - met:
             raise self.peers.not_heard(missing)
         if standing.row.epoch == 1 and not others and self.fencing is None:
-            raise not_known()
+            # A first owner that was a replica since, and knows no other server.
+            raise UprError(
+                "the partitions here are a replica's, and nobody knows whether something is missing",
+                hint="start it with --replicate-from, as before; or 'upr-admin promote --force' makes it active as it is",
+            )
         await self.promote()
 
     def _is_left_alone(self, promised: int) -> bool:

@@ -288,11 +288,6 @@ class Peers:
         since = time.monotonic() - 2 * MEET_SECONDS - ANSWER_SECONDS
         return all(d in self.met and self._seen.get(d, since) > since for d in directories)
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there are addresses that are not stored."""
-        return self.addresses != dict(self._catalog.standing.addresses)
-
     def has_failed(self, former: str) -> bool:
         """Return whether an owner can store nothing more: what it has is to be taken, and it confirms nothing."""
         met = self.met.get(former)

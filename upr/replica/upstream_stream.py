@@ -17,6 +17,7 @@ from upr.engine.partitions import DEAD, PENDING, REPLICA
 from upr.engine.recovery import Undo
 from upr.engine.streams import HISTORY_CHANGED
 from upr.engine.tail import TailEntry
+from upr.replica.links import next_message
 from upr.replica.upstream_tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
 from upr.storage.journal import NumberedWrite
@@ -142,14 +143,9 @@ class UpstreamStream:
     async def _read(self, seconds: float) -> wire.FollowResponse:
         try:
             async with asyncio.timeout(seconds):
-                message = await self._call.read()
+                message = await next_message(self._call)
         except TimeoutError:
             raise UnavailableError(f"the upstream said nothing for {seconds:g} s") from None
-        if message is grpc.aio.EOF:
-            code, words = await self._call.code(), await self._call.details()
-            trailing = await self._call.trailing_metadata()
-            initial = await self._call.initial_metadata()
-            raise grpc.aio.AioRpcError(code, initial, trailing, words)
         assert isinstance(message, wire.FollowResponse)
         return message
 
