@@ -53,15 +53,20 @@ def read_contexts() -> tuple[str, dict[str, dict[str, Any]]]:
 
 
 def write_contexts(current: str, contexts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the file in one step; only its owner can read it."""
+    """Replace the file in one step."""
     path = contexts_path()
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)
     text = json.dumps({"current": current, "contexts": contexts}, indent=2, default=str)
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text + "\n")
+    write_private(new, text)
     os.replace(new, path)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a line or more into a new file, which only its owner can read, instead of one that is there."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text + "\n")
 
 
 def chosen(name: str | None) -> dict[str, Any]:

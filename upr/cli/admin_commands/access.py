@@ -19,6 +19,7 @@ from upr_cli_kit.contexts import (
     find_context,
     read_contexts,
     write_contexts,
+    write_private,
 )
 from upr_cli_kit.options import TARGET
 from upr_cli_kit.output import (
@@ -233,10 +234,7 @@ def _keep_token(name: str, text: str) -> Path:
     if "/" in name or name.startswith("."):
         raise click.UsageError("a context with a token of its own needs a name without '/'")
     path = _kept_token(name)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text + "\n")
+    write_private(path, text)
     return path
 
 

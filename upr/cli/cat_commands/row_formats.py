@@ -102,12 +102,11 @@ def batch_lines(changes: Iterable[Change], markers: Iterable[Marker]) -> Iterato
 
 
 def _bytes_of(document: dict[str, Any], name: str) -> bytes | None:
-    text, encoded = document.get(name), document.get(f"{name}_base64")
     given = [field for field in (name, f"{name}_base64") if field in document]
     if len(given) != 1:
         what = "is missing" if not given else f"and {name}_base64 are both given"
         raise InvalidArgumentError(f'"{name}" {what}')
-    value = text if given[0] == name else encoded
+    value = document[given[0]]
     if value is None and given[0] == "value":
         return None
     if isinstance(value, dict | list) and given[0] == "value":
@@ -136,12 +135,11 @@ def _json_bytes(value: object) -> bytes:
         text = json.dumps(
             value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_as_json
         )
-    except ValueError:
-        raise InvalidArgumentError("a number is not finite, and JSON has no such") from None
-    try:
         return text.encode()
     except UnicodeEncodeError:
         raise InvalidArgumentError("text that is not UTF-8 cannot be in JSON") from None
+    except ValueError:
+        raise InvalidArgumentError("a number is not finite, and JSON has no such") from None
 
 
 def _as_json(value: object) -> str:
