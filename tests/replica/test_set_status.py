@@ -28,13 +28,18 @@ class Part:
         caplog.set_level(logging.INFO)
         self.short: TooFewReplicasError | None = SHORT
         copies = SimpleNamespace(shortage=lambda count: self.short if count == 2 else None)
-        host = SimpleNamespace(bucket=SimpleNamespace(copies=copies), upstream_state=None)
+        host = SimpleNamespace(bucket=SimpleNamespace(copies=copies))
         catalog: Any = SimpleNamespace(hosts=[host], may_serve=lambda: True)
         cluster: Any = SimpleNamespace(
             trouble=None, bucket_trouble=None, name="prod", silent_seconds=0.0
         )
         fencing = SimpleNamespace(trouble="", serving_seconds=1.0)
-        ownership: Any = SimpleNamespace(active=True, claiming=False, fencing=fencing)
+        ownership: Any = SimpleNamespace(
+            active=True,
+            claiming=False,
+            fencing=fencing,
+            inventory=SimpleNamespace(upstream_states={}),
+        )
         self.ownership = ownership
         self.knows(A, A)
         self.set_status = SetStatus(ownership, catalog, cluster, 2)

@@ -137,20 +137,21 @@ class Inventory:
                 found[version] = chosen.tolist()
         return found
 
-    def _upstream_states(self, versions: Iterable[int]) -> dict[int, UpstreamState]:
-        return {
-            version: host.upstream_state
-            for version, host in self._hosts().items()
-            if host.upstream_state is not None and version in versions
-        }
+    @property
+    def upstream_states(self) -> dict[int, UpstreamState]:
+        """The states of buckets that are a replica's, by version."""
+        found = {version: host.upstream_state for version, host in self._hosts().items()}
+        return {version: one for version, one in found.items() if one is not None}
 
     def has_tables(self, answer: Answer, versions: Iterable[int]) -> bool:
         """Whether the small tables are here as they were when a server promised."""
-        there = [version for version in versions if version in answer.held]
-        here = self._upstream_states(there)
-        return len(here) == len(there) and all(
-            one.has_tables and one.told >= answer.changes.get(version, 0)
-            for version, one in here.items()
+        here = self.upstream_states
+        return all(
+            version in here
+            and here[version].has_tables
+            and here[version].told >= answer.changes.get(version, 0)
+            for version in versions
+            if version in answer.held
         )
 
     def received(self) -> int:
@@ -159,7 +160,7 @@ class Inventory:
 
     def is_refused(self, lacking: Mapping[int, Sequence[int]]) -> bool:
         """Whether nothing of what is lacking will come."""
-        here, dead = self._upstream_states(lacking), self._dead_here(lacking)
+        here, dead = self.upstream_states, self._dead_here(lacking)
         return bool(lacking) and all(
             p in dead.get(version, ())
             or (
@@ -185,37 +186,33 @@ class Inventory:
         """Return why what is lacking does not come; ``address`` is this server's."""
         if dead := self._dead_here(lacking):
             return f"partition {next(iter(dead.values()))[0]} is dead here, at {address}"
-        for version, one in self._upstream_states(lacking).items():
-            problem = one.refused.get(lacking[version][0], one.problem)
-            if problem is not None:
-                return str(problem)
+        for version, one in self.upstream_states.items():
+            if version in lacking:
+                problem = one.refused.get(lacking[version][0], one.problem)
+                if problem is not None:
+                    return str(problem)
         return "nothing comes from it"
 
     def short_of(self, lost: Iterable[Lost]) -> list[tuple[str, int, int, int]]:
         """Return what was given up of partitions: bucket, partition, from, to."""
         hosts, found = self._hosts(), []
         for version, partition, marker, failover_id in lost:
-            # A bucket that could not be made here has no name here, and where branches part may be unknown.
-            name, here = f"{version:016x}", 0
+            # Nothing of a bucket that could not be made here, or of another branch: where they part may be unknown.
+            here = 0
             if version in hosts:
-                bucket = hosts[version].bucket
-                name, table = bucket.identity.name, bucket.partitions
+                table = hosts[version].bucket.partitions
                 if failover_id in (log := table.logs[partition]):
                     # What is here above the place where the branches part is not theirs.
                     parts = log.next_after(failover_id)
                     here = int(table.high[partition])
                     here = here if parts is None else min(here, parts.seqno)
             if here < marker:
-                found.append((name, partition, here, marker))
+                found.append((self.named(version), partition, here, marker))
         return found
 
     def known_highs(self) -> dict[int, U64]:
         """Return the newest seqnos that the upstream told of, by bucket version."""
-        return {
-            version: host.upstream_state.highs.copy()
-            for version, host in self._hosts().items()
-            if host.upstream_state is not None
-        }
+        return {version: one.highs.copy() for version, one in self.upstream_states.items()}
 
     def lost(
         self, known: Mapping[int, U64], found: Sequence[tuple[str, int, int, int]]
@@ -239,19 +236,19 @@ class Inventory:
 
     async def is_whole_up_to(self, parts: Mapping[int, Mapping[int, int]]) -> None:
         """Store that what another server gave of partitions, by bucket version and up to a seqno, came with its tables."""
-        for version, upstream_state in self._upstream_states(parts).items():
-            await upstream_state.is_whole_up_to(parts[version])
+        for version, upstream_state in self.upstream_states.items():
+            if version in parts:
+                await upstream_state.is_whole_up_to(parts[version])
 
     @property
     def is_joining(self) -> bool:
         """Whether rows may come, in some bucket, without what the small tables say of them."""
-        upstream_states = self._upstream_states(self._hosts())
-        return any(one.joining is not False for one in upstream_states.values())
+        return any(one.joining is not False for one in self.upstream_states.values())
 
     def out_of_step(self) -> set[int]:
         """Return the versions of buckets in which rows may be here without what the small tables say of them."""
-        upstream_states = self._upstream_states(self._hosts())
-        return {v for v, one in upstream_states.items() if not (one.in_step or one.is_whole)}
+        here = self.upstream_states.items()
+        return {version for version, one in here if not (one.in_step or one.is_whole)}
 
     @property
     def failure(self) -> StorageFailedError | None:

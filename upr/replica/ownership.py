@@ -656,9 +656,8 @@ class Ownership:
 
     async def _stop_taking(self) -> None:
         """Follow nobody; what came is durable then, and counts where the tables came too."""
-        for host in self._catalog.hosts:
-            if host.upstream_state is not None:
-                await host.upstream_state.end_join()
+        for upstream_state in self.inventory.upstream_states.values():
+            await upstream_state.end_join()
         await self.follow_nobody()
         await self._catalog.settled()
         await asyncio.gather(*map(self._durable, self._catalog.hosts))

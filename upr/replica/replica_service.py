@@ -133,9 +133,7 @@ class ReplicaMethods:
             if ownership.active and member.directory in ownership.standing.row.counted:
                 told.grant_seconds = fencing.granted_seconds(member.directory)
         if member.directory == ownership.standing.directory:
-            lag = sum(
-                h.upstream_state.lag() for h in self._catalog.hosts if h.upstream_state is not None
-            )
+            lag = sum(one.lag() for one in ownership.inventory.upstream_states.values())
             told.reached, told.in_step = True, ownership.in_step
             told.lag, told.epoch = 0 if ownership.active else lag, ownership.standing.epoch
             told.drained = ownership.drained

@@ -172,12 +172,10 @@ class SetStatus:
         return part
 
     def _state(self) -> str:
-        ownership, hosts = self._ownership, self._catalog.hosts
+        ownership = self._ownership
         if ownership.claiming:
             return "claiming"
         if ownership.active:
             return "owner" if self._catalog.may_serve() else "waiting"
-        follows = any(
-            host.upstream_state is not None and host.upstream_state.connected for host in hosts
-        )
+        follows = any(one.connected for one in ownership.inventory.upstream_states.values())
         return "replica" if follows else "waiting"
