@@ -155,7 +155,7 @@ partitions_option = click.option(
     "--partitions", type=PARTITION_SET, help="Only these, as 0-63,512. [default: all 1024]"
 )
 _LOGIN = "upr.login"
-_FILE = click.Path(dir_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
 _CONTEXT_OPTION = click.option(
     "--context", envvar="UPR_CONTEXT", help="Instead of --target: see 'upr-admin context'."
 )
@@ -164,13 +164,13 @@ _LOGIN_OPTIONS = (
         "--tls", is_flag=True, envvar="UPR_TLS", help="Encrypt, and trust the usual authorities."
     ),
     click.option(
-        "--tls-ca", type=_FILE, envvar="UPR_TLS_CA", help="PEM file of the authorities to trust."
+        "--tls-ca", type=FILE, envvar="UPR_TLS_CA", help="PEM file of the authorities to trust."
     ),
-    click.option("--tls-cert", type=_FILE, envvar="UPR_TLS_CERT", help="PEM file to be known by."),
-    click.option("--tls-key", type=_FILE, envvar="UPR_TLS_KEY", help="PEM file of its key."),
+    click.option("--tls-cert", type=FILE, envvar="UPR_TLS_CERT", help="PEM file to be known by."),
+    click.option("--tls-key", type=FILE, envvar="UPR_TLS_KEY", help="PEM file of its key."),
     click.option(
         "--token-file",
-        type=_FILE,
+        type=FILE,
         envvar="UPR_TOKEN_FILE",
         help="File of the token; UPR_TOKEN in the environment is the token itself.",
     ),
@@ -297,10 +297,9 @@ def _admin_socket(data: Path) -> str:
     return f"unix:{quote(str(path))}"
 
 
-def _bucket_option(function: _F) -> _F:
-    return click.option(
-        "--bucket", default="default", show_default=True, help="The bucket's name."
-    )(function)
+_bucket_option = click.option(
+    "--bucket", default="default", show_default=True, help="The bucket's name."
+)
 
 
 def server_options(function: _F) -> _F:

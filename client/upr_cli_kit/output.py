@@ -369,22 +369,15 @@ def _remember_verbose(ctx: click.Context, _: click.Parameter, value: bool) -> No
         ctx.meta[_VERBOSE] = True
 
 
-def verbose_option(function: _F) -> _F:
-    """Add --verbose, which shows the trace of an error too."""
-    return click.option(
-        "--verbose",
-        is_flag=True,
-        expose_value=False,
-        callback=_remember_verbose,
-        help="Show the trace of an error.",
-    )(function)
+verbose_option = click.option(
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    callback=_remember_verbose,
+    help="Show the trace of an error.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 def output_options(function: _F) -> _F:
     return json_option(verbose_option(function))
-
-
-def json_option(function: _F) -> _F:
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(
-        function
-    )

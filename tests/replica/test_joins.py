@@ -29,6 +29,7 @@ from upr.engine.recovery import Undo
 from upr.replica import ownership
 from upr.replica.inventory import held_of
 from upr.replica.ownership import Ownership
+from upr.replica.peers import Peers
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.replica_tables import TableFeed
@@ -105,11 +106,11 @@ async def test_a_claim_that_a_join_overtook_ends_with_an_owner(
         await leave_alone(third)
     meanwhile(monkeypatch, old, new, lambda: new.seqno(A) == 3)
 
-    async def away(*_: object) -> None:
+    async def away(*_: object, **__: object) -> None:
         raise UnavailableError("it is away for a moment")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Ownership, "_ask", away)
+        patch.setattr(Peers, "ask_promises", away)
         with pytest.raises(UnavailableError):
             await new.ownership.promote()
     # Nobody else may become active, and nobody is there whose tables would come.
@@ -221,12 +222,12 @@ async def test_a_claim_is_tried_again_where_the_former_owner_is_back(
 
     async def nothing(*_: object, **__: object) -> None: ...
 
-    async def away(*_: object) -> None:
+    async def away(*_: object, **__: object) -> None:
         raise UnavailableError("it is away for a moment")
 
     with monkeypatch.context() as patch:
         patch.setattr(Ownership, "_check_reached", nothing)
-        patch.setattr(Ownership, "_ask", away)
+        patch.setattr(Peers, "ask_promises", away)
         with pytest.raises(UnavailableError):
             await new.ownership.promote()
     await new.ownership.promote()

@@ -19,7 +19,7 @@ import click
 from click.core import ParameterSource
 
 from upr.config import OPTIONS, Option, ServerConfig
-from upr_cli_kit.options import ADDRESS, TARGET, DirectoryPath, Parsed
+from upr_cli_kit.options import ADDRESS, FILE, TARGET, DirectoryPath, Parsed
 from upr_cli_kit.times import duration, size
 from upr_protocol.limits import (
     DURATION_SECONDS_MAX,
@@ -34,7 +34,6 @@ PREFIX: Final = "UPR_SERVER"
 """Beginning of the names of environment variables."""
 # Kubernetes sets them in every container for a service whose name begins with upr-server.
 _OF_KUBERNETES: Final = re.compile(rf"{PREFIX}_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
-_FILE: Final = click.Path(dir_okay=False, path_type=Path)
 _METAVARS: Final = {
     "address": "HOST:PORT",
     "addresses": "HOST:PORT[,...]",
@@ -64,7 +63,7 @@ def _type_of(name: str, option: Option) -> Any:
         return click.IntRange(int(low), None if high is None else int(high))
     if "|" in option.kind:
         return click.Choice(option.kind.split("|"))
-    kinds = {"address": ADDRESS, "addresses": TARGET, "directory": DirectoryPath(), "file": _FILE}
+    kinds = {"address": ADDRESS, "addresses": TARGET, "directory": DirectoryPath(), "file": FILE}
     kinds["cluster"] = Parsed("cluster", _checked_cluster)
     return kinds[option.kind]
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import lmdb
 import numpy as np
@@ -524,9 +524,12 @@ class Ownership:
                     raise self.peers.not_heard(claim.missing)
                 asked = bool(claim.missing)
                 claim.asked(step.directories)
-                refused = await self._ask(claim, step.directories - {me}, answers)
-                if refused is not None:
-                    return refused
+                others, released = step.directories - {me}, is_released(claim.row, answers)
+                outcomes = await self.peers.ask_promises(claim.row, others, released=released)
+                for directory, outcome in outcomes.items():
+                    if isinstance(outcome, Outdated):
+                        return outcome
+                    answers[directory] = outcome
                 failpoints.hit("promote.after_promises")
             elif (
                 takeover
@@ -561,18 +564,6 @@ class Ownership:
                 f"epoch {standing.promised} was claimed by another server meanwhile",
                 hint="'upr-admin topology' shows who is active",
             )
-
-    async def _ask(
-        self, claim: Claim, directories: Iterable[str], answers: dict[str, Answer]
-    ) -> Outdated | None:
-        """Ask servers for their promise at once, and keep the answers; return what outdates the claim."""
-        released = is_released(claim.row, answers)
-        outcomes = await self.peers.ask_promises(claim.row, directories, released=released)
-        for directory, outcome in outcomes.items():
-            if isinstance(outcome, Outdated):
-                return outcome
-            answers[directory] = outcome
-        return None
 
     async def _gather(
         self,

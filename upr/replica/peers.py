@@ -303,14 +303,6 @@ class Peers:
             for host in self._catalog.hosts
         )
 
-    def _note_followers(self) -> None:
-        for host in self._catalog.hosts:
-            for follower in host.bucket.followers:
-                options = follower.options
-                if options.is_replica and options.consumer:
-                    told = wire.SetMember(directory=options.directory, address=options.address)
-                    self.heard(told)
-
     def _stub(self, address: str) -> Any:
         """Return the calls of the server at an address, with the certificates of now."""
         return ReplicaServiceStub(self._channels.to(address))
@@ -318,7 +310,12 @@ class Peers:
     async def meet_all(self, standing: Standing) -> None:
         if standing.owns:
             # The replica of a replica is none of the owner's: it goes on following where it was told to.
-            self._note_followers()
+            for host in self._catalog.hosts:
+                for options in (follower.options for follower in host.bucket.followers):
+                    if options.is_replica and options.consumer:
+                        self.heard(
+                            wire.SetMember(directory=options.directory, address=options.address)
+                        )
             await self._meet_upstreams()
         self.met = await self.reach(set(self.addresses))
         for directory in self.met:

@@ -21,7 +21,7 @@ from upr_cli_kit.contexts import (
     write_contexts,
     write_private,
 )
-from upr_cli_kit.options import TARGET
+from upr_cli_kit.options import FILE, TARGET
 from upr_cli_kit.output import (
     Group,
     columns,
@@ -34,10 +34,9 @@ from upr_cli_kit.output import (
 from upr_protocol.errors import UprError
 from upr_protocol.limits import check_name
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
 _tokens_option = click.option(
     "--tokens",
-    type=_FILE,
+    type=FILE,
     required=True,
     envvar="UPR_SERVER_TOKENS",
     show_envvar=True,
@@ -88,7 +87,7 @@ def token() -> None:
 )
 @click.option(
     "--out",
-    type=_FILE,
+    type=FILE,
     help="Put the token into a new file, which only you can read, and print nothing.",
 )
 @click.option(
@@ -187,10 +186,10 @@ def context() -> None:
 @click.argument("name")
 @click.option("--target", type=TARGET, required=True, help="HOST:PORT of the server.")
 @click.option("--tls", is_flag=True, help="Encrypt, and trust the usual authorities.")
-@click.option("--tls-ca", type=_FILE, help="PEM file of the authorities to trust.")
-@click.option("--tls-cert", type=_FILE, help="PEM file to be known by.")
-@click.option("--tls-key", type=_FILE, help="PEM file of its key.")
-@click.option("--token-file", type=_FILE, help="File of the token.")
+@click.option("--tls-ca", type=FILE, help="PEM file of the authorities to trust.")
+@click.option("--tls-cert", type=FILE, help="PEM file to be known by.")
+@click.option("--tls-key", type=FILE, help="PEM file of its key.")
+@click.option("--token-file", type=FILE, help="File of the token.")
 @click.option(
     "--token-stdin",
     is_flag=True,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import client_option, client_options, partitions_argument
+from upr_cli_kit.options import Parsed, client_option, client_options, partitions_argument
 from upr_cli_kit.output import (
     Group,
     Progress,
@@ -20,7 +20,7 @@ from upr_cli_kit.output import (
 )
 from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import size
-from upr_protocol.errors import BucketGoneError, BucketNotFoundError
+from upr_protocol.errors import BucketGoneError, BucketNotFoundError, InvalidArgumentError
 from upr_protocol.limits import PARTITIONS
 
 if TYPE_CHECKING:
@@ -34,14 +34,10 @@ _AT_ONCE = 32
 """Partitions that one call purges."""
 
 
-def _parse_version(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> int | None:
-    if value is None:
-        return None
-    if len(value) != 16 or not set(value.lower()) <= set("0123456789abcdef"):
-        raise click.BadParameter(f"{value!r} is not 16 hex digits.", context, parameter)
-    return int(value, 16)
+def _parse_version(text: str) -> int:
+    if len(text) != 16 or not set(text.lower()) <= set("0123456789abcdef"):
+        raise InvalidArgumentError(f"{text!r} is not 16 hex digits.")
+    return int(text, 16)
 
 
 @click.group("bucket", cls=Group, bare="list")
@@ -106,7 +102,7 @@ def quota_command(name: str, quota: int, client: "Client", as_json: bool) -> Non
 @click.argument("name")
 @click.option(
     "--version",
-    callback=_parse_version,
+    type=Parsed("version", _parse_version),
     metavar="HEX",
     help="Drop it only if this is its version (16 hex digits, as 'list' shows).",
 )

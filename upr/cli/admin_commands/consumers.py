@@ -117,13 +117,9 @@ def reset(
     consumer has made of the data is not undone: fit it to the new positions. Positions that a consumer keeps itself
     are not touched. Without a terminal, --yes is needed.
     """
-    place: Literal["beginning", "now"] | datetime
+    place: Literal["beginning", "now"] | datetime = "now" if to == "now" else "beginning"
     words = to
-    if to == "beginning":
-        place = "beginning"
-    elif to == "now":
-        place = "now"
-    else:
+    if to not in ("beginning", "now"):
         place = parse_time(to, datetime.now(UTC))
         words = place.isoformat(timespec="seconds")
     where = "all partitions" if partitions is None else f"{len(partitions)} partitions"

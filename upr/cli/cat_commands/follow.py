@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import click
 
 from upr.cli.cat_commands.keys import Durability, bucket_there
-from upr_cli_kit.options import Parsed, open_client, partitions_option, server_options
+from upr_cli_kit.options import FILE, Parsed, open_client, partitions_option, server_options
 from upr_cli_kit.output import note, verbose_option
 from upr_cli_kit.times import duration, parse_time
 from upr_protocol.errors import InvalidArgumentError
@@ -173,7 +173,7 @@ def layout_of(text: str) -> Layout | None:
 @click.option(
     "--position",
     "position_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Go on from the positions in this file, and keep them there.",
 )
 @partitions_option

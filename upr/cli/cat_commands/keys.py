@@ -31,14 +31,13 @@ def bucket_there(client: "Client", name: str) -> "Bucket":
     return bucket
 
 
-def durability_option(function: _F) -> _F:
-    return click.option(
-        "--durability",
-        type=click.Choice(get_args(Durability)),
-        default="disk",
-        show_default=True,
-        help="When the server acknowledges a write.",
-    )(function)
+durability_option = click.option(
+    "--durability",
+    type=click.Choice(get_args(Durability)),
+    default="disk",
+    show_default=True,
+    help="When the server acknowledges a write.",
+)
 
 
 def _write_options(function: _F) -> _F:

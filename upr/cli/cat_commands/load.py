@@ -26,12 +26,12 @@ _SKIPS_SHOWN = 100
 
 
 def _load_options(function: _F) -> _F:
-    function = click.option(
+    retry = click.option(
         "--retry-seconds",
         type=duration(bare=True),
         help="Give up when the server acknowledges nothing for this long. [default: never]",
-    )(function)
-    return verbose_option(json_option(server_options(durability_option(function))))
+    )
+    return verbose_option(json_option(server_options(durability_option(retry(function)))))
 
 
 @click.group("load")
@@ -95,11 +95,10 @@ def _loader(
 _FILE = click.Path(allow_dash=True, dir_okay=False, path_type=Path)
 
 
-def _key_field_option(function: _F) -> _F:
-    return click.option(
-        "--key-field",
-        help="Take the key from this field; the value is then the whole row, as a JSON object.",
-    )(function)
+_key_field_option = click.option(
+    "--key-field",
+    help="Take the key from this field; the value is then the whole row, as a JSON object.",
+)
 
 
 @contextmanager
