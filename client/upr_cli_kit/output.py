@@ -127,10 +127,6 @@ class Progress:
     close = end_line
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def _as_click_error(error: Exception) -> click.ClickException:
     """Return an error with what happened and, in brackets, what to do, and one of ``exit_codes``."""
     code = exit_codes.BAD_ANSWER
@@ -187,15 +183,14 @@ def _left(run: Callable[..., Any], args: tuple[Any, ...], extra: dict[str, Any])
         return run(*args, standalone_mode=False, **extra)
     try:
         code = run(*args, standalone_mode=False, **extra)
-    except click.exceptions.NoArgsIsHelpError as error:
-        note(error.format_message())
-        sys.exit(error.exit_code)
-    except click.UsageError as error:
-        where = f" (see '{error.ctx.command_path} --help')" if error.ctx else ""
-        note(f"error: {_one_line(error.format_message()).rstrip('.')}{where}")
-        sys.exit(error.exit_code)
     except click.ClickException as error:
-        note(f"error: {_one_line(error.format_message())}")
+        words = error.format_message()
+        if not isinstance(error, click.exceptions.NoArgsIsHelpError):
+            words = f"error: {' '.join(words.split())}"
+            if isinstance(error, click.UsageError):
+                where = f" (see '{error.ctx.command_path} --help')" if error.ctx else ""
+                words = words.rstrip(".") + where
+        note(words)
         sys.exit(error.exit_code)
     except click.Abort:
         note("interrupted")

@@ -10,7 +10,9 @@ import os
 import select
 import signal
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, Self, TypeVar, cast
@@ -69,9 +71,6 @@ class Screen:
         self._resized, self._resize = os.pipe()
 
     def __enter__(self) -> Self:
-        import termios
-        import tty
-
         if self._keys is not None:
             self._before = termios.tcgetattr(self._keys)
             tty.setcbreak(self._keys)
@@ -88,8 +87,6 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        import termios
-
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         os.close(self._resized)

@@ -179,8 +179,7 @@ class UpstreamStream:
     async def _answered(self, answers: Sequence[wire.StartAnswer]) -> None:
         logs: dict[int, FailoverLog] = {}
         epochs: dict[int, int] = {}
-        purges: dict[int, int] = {}
-        tokens: dict[int, int] = {}
+        started: dict[int, wire.Started] = {}
         undo: dict[int, Undo] = {}
         again = []
         for answer in answers:
@@ -196,20 +195,17 @@ class UpstreamStream:
                 raise ProtocolError(f"the upstream sent no failover log of partition {partition}")
             self._check_epoch(partition, told.epoch)
             if answer.HasField("started"):
-                logs[partition], epochs[partition] = log, told.epoch
-                started = answer.started
-                purges[partition], tokens[partition] = started.purge_seqno, started.token
-                self._upstream_state.highs[partition] = started.high_seqno
-                continue
-            one = self._undo(partition, answer.rollback, log)
-            if one is not None:
+                started[partition] = answer.started
+                self._upstream_state.highs[partition] = answer.started.high_seqno
+            elif (one := self._undo(partition, answer.rollback, log)) is not None:
                 undo[partition] = one
+                continue
             else:
-                logs[partition], epochs[partition] = log, told.epoch
                 again.append(partition)
-        await self._adopt(logs, epochs, purges)
-        for partition, token in tokens.items():
-            self._token[partition] = token
+            logs[partition], epochs[partition] = log, told.epoch
+        await self._adopt(logs, epochs, {p: one.purge_seqno for p, one in started.items()})
+        for partition, answered in started.items():
+            self._token[partition] = answered.token
             # The upstream may have forgotten what was acknowledged to the stream before.
             self._acknowledged[partition] = 0
         self._host.disk.changed()

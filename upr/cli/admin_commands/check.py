@@ -1,6 +1,6 @@
 """``upr-admin check``: verify a closed data directory whole."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,12 +78,11 @@ def to_json(reports: "Iterable[BucketReport]") -> dict[str, Any]:
     return {"damaged": any(bucket["damaged"] for bucket in buckets), "buckets": buckets}
 
 
-def exit_code(reports: "Iterable[BucketReport]") -> int:
+def exit_code(reports: "Sequence[BucketReport]") -> int:
     """Return 0 when all is fine, 1 for damage, 2 when something cannot be judged."""
-    several = list(reports)
-    if any(report.unusable for report in several):
+    if any(report.unusable for report in reports):
         return exit_codes.USAGE
-    return exit_codes.BAD_ANSWER if any(report.damaged for report in several) else exit_codes.OK
+    return exit_codes.BAD_ANSWER if any(report.damaged for report in reports) else exit_codes.OK
 
 
 @click.command("check")

@@ -145,11 +145,9 @@ class GitHistory:
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
-            process.wait()
+            # It closes the pipes, and waits.
+            with process:
+                process.kill()
         self._processes.clear()
         self._complaints.close()
 
