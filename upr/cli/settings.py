@@ -79,14 +79,6 @@ def _text_of(option: Option, value: object) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def default_text(name: str) -> str:
-    """Return the default of an option as documents show it; empty for none and for flags."""
-    field, option = OPTIONS[name]
-    if option.otherwise or option.kind == "flag":
-        return option.otherwise
-    return _text_of(option, _DEFAULTS[field])
-
-
 def server_options(function: _F) -> _F:
     """Add all options of the server, and --config."""
     added = []
@@ -94,7 +86,7 @@ def server_options(function: _F) -> _F:
         if option.kind == "flag":
             added.append(click.option(f"--{name}", is_flag=True, help=option.words))
             continue
-        text = "" if option.otherwise else default_text(name)
+        text = "" if option.otherwise else _text_of(option, _DEFAULTS[field])
         # A default of None is a value to click, and what is required would never be missed.
         default: dict[str, Any] = {"default": text} if text else {}
         added.append(

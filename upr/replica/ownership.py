@@ -387,7 +387,7 @@ class Ownership:
     # Promoting
 
     async def promote(self, *, force: bool = False, takeover: bool = False) -> Promoted:
-        """Make this server the active one; see ``Promote`` in the service.
+        """Make this server the active one.
 
         Raises:
             UprError: it cannot be; NOT_JOINED, NOT_IN_STEP, NOT_COUNTED, NOT_HEARD, NOT_CONFIRMED with the way out.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from upr.cli.cat_commands.keys import Durability, bucket_there, durability_option
-from upr_cli_kit.options import open_client, server_options
+from upr.cli.cat_commands.keys import Durability, durability_option, open_bucket
+from upr_cli_kit.options import server_options
 from upr_cli_kit.output import Progress, output_options, print_result
 from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.limits import VALUE_BYTES_MAX
@@ -43,8 +43,7 @@ def bench(
     All keys begin with 'upr-bench:', and are deleted at the end; their deletions stay until they are purged.
     """
     prefix = b"upr-bench:%s:" % secrets.token_hex(4).encode()
-    with open_client(target, retry_seconds=_RETRY_SECONDS) as client:
-        source = bucket_there(client, bucket)
+    with open_bucket(target, bucket, retry_seconds=_RETRY_SECONDS) as source:
         written = [range(_SINGLES)]
         try:
             measured = {

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
-from upr.cli.cat_commands.keys import Durability, bucket_there
-from upr_cli_kit.options import FILE, Parsed, open_client, partitions_option, server_options
+from upr.cli.cat_commands.keys import Durability, open_bucket
+from upr_cli_kit.options import FILE, Parsed, partitions_option, server_options
 from upr_cli_kit.output import note, verbose_option
 from upr_cli_kit.times import duration, parse_time
 from upr_protocol.errors import InvalidArgumentError
@@ -272,10 +272,12 @@ def _follow(
         header = b"partition,seqno,op,key,value\n"
         if options["only"].keys_only:
             layout, header = csv_key_line, b"partition,seqno,op,key\n"
-    with open_client(target) as client:
-        followed = bucket_there(client, bucket)
-        with followed.changes(**options) as changes, _stopped_by_interrupts(changes) as receiving:
-            _print_all(receiving, changes, layout, count, header)
+    with (
+        open_bucket(target, bucket) as followed,
+        followed.changes(**options) as changes,
+        _stopped_by_interrupts(changes) as receiving,
+    ):
+        _print_all(receiving, changes, layout, count, header)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import click
@@ -13,7 +14,7 @@ from upr_protocol.errors import UprError, shown
 from upr_protocol.limits import VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
-    from upr_client import ChangeBatch, Client, Rollback
+    from upr_client import ChangeBatch, Rollback
     from upr_client.types import Bucket, WriteResult
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -23,12 +24,14 @@ _RETRY_SECONDS = 10.0
 """Time for which a write is tried again: somebody waits for it."""
 
 
-def bucket_there(client: "Client", name: str) -> "Bucket":
-    """Return a bucket; raise UprError where no server can be reached now, or has it."""
-    bucket = client.bucket(name)
-    # A server that was never there is a wrong address; one that goes away later is waited for.
-    client.admin.partitions(bucket, [0])
-    return bucket
+@contextmanager
+def open_bucket(target: str, name: str, **options: Any) -> "Iterator[Bucket]":
+    """Give a bucket; raise UprError where no server can be reached now, or has it."""
+    with open_client(target, **options) as client:
+        bucket = client.bucket(name)
+        # A server that was never there is a wrong address; one that goes away later is waited for.
+        client.admin.partitions(bucket, [0])
+        yield bucket
 
 
 durability_option = click.option(
@@ -78,8 +81,7 @@ def set_(
     """
     # One more than a value may have is refused as what it is, however much there is.
     data = sys.stdin.buffer.read(VALUE_BYTES_MAX + 1) if value == "-" else os.fsencode(value)
-    with open_client(target, retry_seconds=_RETRY_SECONDS) as client:
-        source = bucket_there(client, bucket)
+    with open_bucket(target, bucket, retry_seconds=_RETRY_SECONDS) as source:
         _report(source.set(os.fsencode(key), data, durability), as_json)
 
 
@@ -88,8 +90,7 @@ def set_(
 @_write_options
 def delete(key: str, durability: Durability, target: str, bucket: str, as_json: bool) -> None:
     """Delete KEY, whether it exists or not."""
-    with open_client(target, retry_seconds=_RETRY_SECONDS) as client:
-        source = bucket_there(client, bucket)
+    with open_bucket(target, bucket, retry_seconds=_RETRY_SECONDS) as source:
         _report(source.delete(os.fsencode(key), durability), as_json)
 
 
@@ -112,11 +113,12 @@ def dump(partitions: list[int] | None, key_prefix: str, target: str, bucket: str
     from upr.cli.cat_commands.row_formats import row_line
     from upr_client import Only
 
-    with open_client(target) as client:
-        source = bucket_there(client, bucket)
-        only = Only(partitions, key_prefix=os.fsencode(key_prefix))
-        with source.changes(until="now", only=only, on_rollback="restart") as changes:
-            values = values_of(changes.batches())
+    only = Only(partitions, key_prefix=os.fsencode(key_prefix))
+    with (
+        open_bucket(target, bucket) as source,
+        source.changes(until="now", only=only, on_rollback="restart") as changes,
+    ):
+        values = values_of(changes.batches())
     # Nothing is followed any more: printing may take long, and a rollback in the middle would leave keys out.
     for rows in values.values():
         sys.stdout.writelines(f"{row_line(key, value)}\n" for key, value in rows.items())

@@ -11,8 +11,8 @@ from typing import IO, Any, TypeVar
 
 import click
 
-from upr.cli.cat_commands.keys import Durability, bucket_there, durability_option
-from upr_cli_kit.options import open_client, server_options
+from upr.cli.cat_commands.keys import Durability, durability_option, open_bucket
+from upr_cli_kit.options import server_options
 from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_option
 from upr_cli_kit.times import duration
 
@@ -84,8 +84,7 @@ def _loader(
     # The writer says at this level that it lost the server and tries again.
     log.setLevel(logging.INFO)
     try:
-        with open_client(target, retry_seconds=retry_seconds) as client:
-            written = bucket_there(client, bucket)
+        with open_bucket(target, bucket, retry_seconds=retry_seconds) as written:
             yield Loader(lambda rows: written.write_many(rows, durability))
     finally:
         log.removeHandler(handler)
