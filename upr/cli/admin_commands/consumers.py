@@ -1,7 +1,7 @@
 """``upr-admin consumers``: who follows, how far they are, and who of a group owns what."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -126,7 +126,7 @@ def reset(
     if not yes:
         confirm(f"Reset {where} of consumer {name!r} to {words}?", "reset the positions")
     stored = client.admin.reset_consumer(bucket, name, place, partitions=partitions, create=create)
-    document = {"name": name, "to": words, "positions": list(map(_place, stored.items()))}
+    document = {"name": name, "to": words, "positions": _places(stored)}
     text = f"reset: {name}, {where} to {words}; {len(stored)} positions stored"
     print_result(as_json, document, text)
 
@@ -189,29 +189,23 @@ def _members(info: "ConsumerInfo") -> str:
 
 
 def _positions(info: "ConsumerInfo") -> Iterator[tuple[object, ...]]:
-    for partition, at in info.positions.items():
-        yield (
-            info.name,
-            partition,
-            at.member or "-",
-            format_failover_id(at.failover_id) if at.failover_id else "-",
-            at.seqno,
-            at.high_seqno,
-            at.lag,
-            format_micros(at.time) or "-",
-        )
+    for place, at in zip(_places(info.positions), info.positions.values(), strict=True):
+        told = {"name": info.name, "lag": at.lag, **place}
+        yield tuple("-" if told[name] is None else told[name] for name in _POSITION_COLUMNS)
 
 
-def _place(item: "tuple[int, ConsumerPosition]") -> dict[str, Any]:
-    partition, at = item
-    return {
-        "partition": partition,
-        "member": at.member or None,
-        "failover_id": format_failover_id(at.failover_id) if at.failover_id else None,
-        "seqno": at.seqno,
-        "high_seqno": at.high_seqno,
-        "last_ack": format_micros(at.time),
-    }
+def _places(positions: "Mapping[int, ConsumerPosition]") -> list[dict[str, Any]]:
+    return [
+        {
+            "partition": partition,
+            "member": at.member or None,
+            "failover_id": format_failover_id(at.failover_id) if at.failover_id else None,
+            "seqno": at.seqno,
+            "high_seqno": at.high_seqno,
+            "last_ack": format_micros(at.time),
+        }
+        for partition, at in positions.items()
+    ]
 
 
 def _document(info: "ConsumerInfo", with_positions: bool) -> dict[str, Any]:
@@ -226,5 +220,5 @@ def _document(info: "ConsumerInfo", with_positions: bool) -> dict[str, Any]:
         "members": [asdict(member) | {"peer": member.peer or None} for member in info.members],
     }
     if with_positions:
-        document["positions"] = list(map(_place, info.positions.items()))
+        document["positions"] = _places(info.positions)
     return document

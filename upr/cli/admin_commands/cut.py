@@ -85,16 +85,17 @@ def create(
 def list_command(partitions: bool, client: "Client", bucket: str, as_json: bool) -> None:
     """Show the cuts whose lease has not ended, oldest first."""
     found = client.admin.cuts(bucket, with_pins=partitions)
+    documents = [_document(info, with_pins=partitions) for info in found]
     if partitions:
         rows = (
-            (info.name, partition, _id(pin.failover_id) or "-", pin.seqno)
-            for info in found
-            for partition, pin in info.pins.items()
+            (one["name"], pin["partition"], pin["failover_id"] or "-", pin["seqno"])
+            for one in documents
+            for pin in one["partitions"]
         )
         text = columns(_PIN_COLUMNS, rows)
     else:
         text = columns(_COLUMNS, map(_row, found))
-    print_result(as_json, [_document(info, with_pins=partitions) for info in found], text)
+    print_result(as_json, documents, text)
 
 
 @cut.command("renew")
@@ -123,10 +124,6 @@ def release(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     print_done(as_json, "released", name)
 
 
-def _id(failover_id: int | None) -> str | None:
-    return format_failover_id(failover_id) if failover_id else None
-
-
 def _row(info: "CutInfo") -> tuple[object, ...]:
     left = max(round(info.expires_time / 1e6 - time.time()), 0)
     return (
@@ -147,7 +144,11 @@ def _document(info: "CutInfo | Cut", *, with_pins: bool) -> dict[str, Any]:
     }
     if with_pins:
         document["partitions"] = [
-            {"partition": partition, "failover_id": _id(pin.failover_id), "seqno": pin.seqno}
+            {
+                "partition": partition,
+                "failover_id": format_failover_id(pin.failover_id) if pin.failover_id else None,
+                "seqno": pin.seqno,
+            }
             for partition, pin in info.pins.items()
         ]
     return document
