@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from upr.cli.admin_commands.topology import part_words
 from upr_cli_kit.options import client_option, client_options
-from upr_cli_kit.output import columns, print_json, print_result, size_text, verbose_option
+from upr_cli_kit.output import columns, print_result, size_text, verbose_option
 from upr_cli_kit.screen import has_screen, interval, watch, watched_output_options
 from upr_protocol.errors import UprError
 
@@ -42,35 +42,34 @@ _REPLICA_COLUMNS = ("bucket", "replica", "directory", "registered", "lag")
 def status(client: "Client", as_json: bool) -> None:
     """Show memory, open calls, and for each bucket its tail, streams, cuts and damage."""
     found = client.admin.status()
-    if as_json:
-        print_json(_status_document(found))
-        return
-    click.echo(f"server            {found.server_version}, {found.server_id:016x}")
+    document = asdict(found)
+    document["server_id"] = f"{found.server_id:016x}"
+    for bucket in document["buckets"]:
+        bucket["version"] = f"{bucket['version']:016x}"
+    lines = [f"server            {found.server_version}, {found.server_id:016x}"]
     # Servers of before do not tell them.
     if found.wire:
-        click.echo(
+        lines.append(
             f"formats           wire {found.wire}, disk {found.disk_format}, journal {found.journal_format}"
         )
-    click.echo(f"uptime            {_duration(found.uptime_seconds)}")
-    click.echo(f"anonymous memory  {size_text(found.anonymous_bytes)}")
-    click.echo(f"mapped memory     {size_text(found.mapped_bytes)}")
-    click.echo(f"follow calls      {found.follow_calls}")
-    click.echo(f"write calls       {found.write_calls}")
+    lines += [
+        f"uptime            {_duration(found.uptime_seconds)}",
+        f"anonymous memory  {size_text(found.anonymous_bytes)}",
+        f"mapped memory     {size_text(found.mapped_bytes)}",
+        f"follow calls      {found.follow_calls}",
+        f"write calls       {found.write_calls}",
+    ]
     if (text := found.text_port) is not None:
-        click.echo(
+        lines.append(
             f"text port         {text.address}, {text.connections} open, {text.too_slow} ended as too slow"
         )
-    click.echo(f"loop delays       {_delays(found)}")
+    lines.append(f"loop delays       {_delays(found)}")
     if found.part is not None and (found.part.cluster or found.part.counted > 1):
-        click.echo(f"set               {part_words(found.part)}")
-    for words in _clock(found):
-        click.echo(f"clock             {words}")
-    for problem in found.problems:
-        click.echo(f"problem           {problem}")
-    click.echo()
-    click.echo(columns(_STATUS_COLUMNS, map(_row, found.buckets)))
-    for line in _replication(found):
-        click.echo(line)
+        lines.append(f"set               {part_words(found.part)}")
+    lines += [f"clock             {words}" for words in _clock(found)]
+    lines += [f"problem           {problem}" for problem in found.problems]
+    lines += ["", columns(_STATUS_COLUMNS, map(_row, found.buckets)), *_replication(found)]
+    print_result(as_json, document, "\n".join(lines))
 
 
 def _replication(found: "ServerStatus") -> Iterator[str]:
@@ -149,14 +148,6 @@ def _replica_rows(bucket: "BucketStatus") -> Iterator[tuple[object, ...]]:
     for one in bucket.replicas:
         lag = "-" if one.anonymous else one.lag
         yield bucket.name, one.address, one.directory, "no" if one.anonymous else "yes", lag
-
-
-def _status_document(found: "ServerStatus") -> dict[str, Any]:
-    document = asdict(found)
-    document["server_id"] = f"{found.server_id:016x}"
-    for bucket in document["buckets"]:
-        bucket["version"] = f"{bucket['version']:016x}"
-    return document
 
 
 @click.command("storage")
