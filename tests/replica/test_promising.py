@@ -97,6 +97,29 @@ async def test_one_that_cannot_be_asked_is_left_out_and_told_once(
 
 
 @pytest.mark.asyncio
+async def test_one_that_answers_nonsense_is_left_out(
+    ownership: Ownership, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    member = wire.SetMember(directory="other", address="127.0.0.1:1")
+    row = wire.OwnerRow(counted=map(str, range(SET_MEMBERS_MAX + 1)))
+
+    async def meet(request: wire.MeetRequest, **_: Any) -> wire.MeetResponse:
+        return wire.MeetResponse(member=member, row=row)
+
+    async def promise(request: wire.PromiseRequest, **_: Any) -> wire.PromiseResponse:
+        held = [wire.HeldBucket(version=VERSION, partitions=b"none")]
+        return wire.PromiseResponse(member=member, promised=True, held=held)
+
+    peers = Peers(ownership._catalog, lambda: "127.0.0.1:2", Links(), meets=True)
+    peers.addresses["other"] = member.address
+    monkeypatch.setattr(peers, "_stub", lambda _: SimpleNamespace(Meet=meet, Promise=promise))
+    assert await peers.reach(["other"]) == {}
+    assert await peers.ask_promises(CLAIM, ["other"]) == {}
+    told = [one.error for one in caplog.records]  # type: ignore[attr-defined]
+    assert [words.split()[0] for words in told] == ["counted", "what"]
+
+
+@pytest.mark.asyncio
 async def test_a_file_that_is_half_there_changes_no_link(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

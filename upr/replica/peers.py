@@ -371,12 +371,11 @@ class Peers:
             if answer.member.directory != directory:
                 return None
             self.heard_of(answer.members)
-            held = held_of_messages(answer.held)
+            row, held = row_of_message(answer.row), held_of_messages(answer.held)
         except (grpc.aio.AioRpcError, UprError) as error:
             self._tell(directory, error)
             return None
         self._tell(directory)
-        row = row_of_message(answer.row)
         claiming, drained = answer.claiming, answer.drained
         return Met(row, answer.epoch, answer.in_step, held, claiming, drained)
 
@@ -385,7 +384,8 @@ class Peers:
         if isinstance(error, grpc.aio.AioRpcError):
             error = error_from_call(error)
         words = "" if error is None else error.message
-        if (error is not None and error.retriable) or words == self._failed.get(directory, ""):
+        passes = error is not None and error.retriable and not isinstance(error, ProtocolError)
+        if passes or words == self._failed.get(directory, ""):
             return
         self._failed[directory] = words
         who = self.named(directory)
@@ -434,16 +434,16 @@ class Peers:
         try:
             stub = self._stub(self.addresses[directory])
             answer = await stub.Promise(request, timeout=PROMISE_SECONDS)
+            row, held = row_of_message(answer.row), held_of_messages(answer.held)
         except (grpc.aio.AioRpcError, UprError) as error:
             self._tell(directory, error)
             return None
         if answer.member.directory != directory:
             return None
-        row = row_of_message(answer.row)
         if not answer.promised:
             return Outdated(row, answer.epoch)
         changes = {one.version: one.table_changes for one in answer.held}
-        return Answer(row, held_of_messages(answer.held), answer.confirmed, changes)
+        return Answer(row, held, answer.confirmed, changes)
 
     async def close(self) -> None:
         await self._channels.close()
