@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,27 +29,6 @@ Range = tuple[int, int]
 """The seqnos above the first number, up to the second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What a dead partition loses when it is made active.
-
-    Attributes:
-        since: when it died, microseconds since the epoch; 0 when that is not known.
-        kept: the last complete marker before the gap.
-        missing: the ranges that nothing is there of, as far as is known.
-        discarded: the ranges that are given up although they are there, because something before them is missing.
-        rows: how many rows these have.
-    """
-
-    partition: int
-    reason: str
-    since: int
-    kept: int
-    missing: Sequence[Range]
-    discarded: Sequence[Range]
-    rows: int
-
-
 def _joined(ranges: Iterable[Range]) -> list[Range]:
     found: list[Range] = []
     for above, end in sorted(ranges):
@@ -72,8 +50,15 @@ def _missing(whole: int, aside: Sequence[Range], known_high: int) -> list[Range]
     return gaps
 
 
-def _loss(store: "Store", result: "Recovered", partition: int, ends: Range) -> Loss:
-    """Return what a partition loses; ``ends`` are the end and the last complete marker of its stored blocks."""
+def _loss(store: "Store", result: "Recovered", partition: int, ends: Range) -> dict[str, Any]:
+    """Return what a dead partition loses when it is made active, as JSON has it.
+
+    It is kept up to the last complete marker before the gap. Of what is missing nothing is there, as far as is known; what is
+    discarded is there, behind it.
+
+    Args:
+        ends: the end and the last complete marker of its stored blocks.
+    """
     from upr_protocol.wire.codec import decode_block
 
     table = result.partitions
@@ -91,20 +76,20 @@ def _loss(store: "Store", result: "Recovered", partition: int, ends: Range) -> L
         rows += int(own["count"][own["end_seqno"] > kept].sum())
     ranges = _joined(aside)
     unfinished = [(kept, whole)] if kept < whole else []
-    return Loss(
-        partition,
-        table.reasons.get(partition, ""),
-        int(table.since[partition]),
-        kept,
-        _missing(whole, ranges, known),
-        _joined([*unfinished, *ranges]),
-        rows,
-    )
+    return {
+        "partition": partition,
+        "reason": table.reasons.get(partition, ""),
+        "since": format_micros(int(table.since[partition])),
+        "kept": kept,
+        "missing": _missing(whole, ranges, known),
+        "discarded": _joined([*unfinished, *ranges]),
+        "discarded_rows": rows,
+    }
 
 
 def _look(
     folder: Path, store: "Store", partitions: Sequence[int]
-) -> "tuple[Recovered, dict[int, Range], list[Loss]]":
+) -> "tuple[Recovered, dict[int, Range], list[dict[str, Any]]]":
     """Recover a bucket as a start would, in memory; return that, the ends of what is stored of dead partitions, and what is lost.
 
     Raises:
@@ -136,7 +121,10 @@ def _look(
 
 
 def _accept(
-    store: "Store", result: "Recovered", ends: Mapping[int, Range], losses: Sequence[Loss]
+    store: "Store",
+    result: "Recovered",
+    ends: Mapping[int, Range],
+    losses: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Make the partitions active, in one transaction; returns what was done."""
     from upr import failpoints
@@ -144,7 +132,7 @@ def _accept(
     from upr.service.buckets.bucket_service import new_failover_id
 
     recovery.accept_loss(result, ends, new_failover_id, FAILOVER_LOG_MAX)
-    kept = {loss.partition: loss.kept for loss in losses}
+    kept = {loss["partition"]: loss["kept"] for loss in losses}
     released = _cuts_above(store.cuts(), kept)
     failpoints.hit("accept.before_commit")
     store.write_recovery(
@@ -163,16 +151,7 @@ def _accept(
         "bucket": identity.name,
         "bucket_version": f"{identity.version:016x}",
         "partitions": [
-            {
-                "partition": loss.partition,
-                "reason": loss.reason,
-                "since": format_micros(loss.since),
-                "kept": loss.kept,
-                "missing": [list(one) for one in loss.missing],
-                "discarded": [list(one) for one in loss.discarded],
-                "discarded_rows": loss.rows,
-                "failover_id": format_failover_id(logs[loss.partition].newest.failover_id),
-            }
+            {**loss, "failover_id": format_failover_id(logs[loss["partition"]].newest.failover_id)}
             for loss in losses
         ],
         "released_cuts": [name.decode(errors="replace") for name in released],
@@ -192,11 +171,12 @@ def _spelled(ranges: Sequence[Range]) -> str:
     return ", ".join(f"{above + 1}-{end}" for above, end in ranges) or "none that is known"
 
 
-def _words(loss: Loss) -> str:
-    discarded = f"{loss.rows} rows are discarded, of seqnos {_spelled(loss.discarded)}"
+def _words(loss: Mapping[str, Any]) -> str:
+    rows, ranges = loss["discarded_rows"], loss["discarded"]
+    discarded = f"{rows} rows are discarded, of seqnos {_spelled(ranges)}"
     return (
-        f"partition {loss.partition}: kept up to {loss.kept}; missing seqnos: {_spelled(loss.missing)}; "
-        f"{discarded if loss.discarded else 'nothing is discarded'}"
+        f"partition {loss['partition']}: kept up to {loss['kept']}; missing seqnos: {_spelled(loss['missing'])}; "
+        f"{discarded if ranges else 'nothing is discarded'}"
     )
 
 
