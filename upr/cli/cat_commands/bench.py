@@ -2,10 +2,9 @@
 
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -13,7 +12,7 @@ import click
 from upr.cli.cat_commands.keys import Durability, durability_option, open_bucket
 from upr_cli_kit.options import server_options
 from upr_cli_kit.output import Progress, output_options, print_result
-from upr_protocol.errors import UnavailableError, UprError
+from upr_protocol.errors import UnavailableError
 from upr_protocol.limits import VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -86,66 +85,45 @@ def _measure_rows(
     from upr_client import Only
 
     # Of bytes that hardly compress, and other ones in each row.
-    pool = os.urandom(value_bytes + 4096)
+    content = os.urandom(value_bytes + 4096)
     progress = Progress("rows written", rows)
     only = Only(key_prefix=prefix)
-    with bucket.changes(start="now", only=only, on_rollback="event") as changes:
+    with (
+        bucket.changes(start="now", only=only, on_rollback="event") as changes,
+        ThreadPoolExecutor(1, "upr-bench-follower") as pool,
+    ):
         if not changes.ready(_RETRY_SECONDS):
             raise UnavailableError(f"no stream was started within {_RETRY_SECONDS:g} s")
-        with _counted(changes, rows) as wait:
+        following = pool.submit(_take, changes, rows)
+        try:
             started = time.monotonic()
             for part in _portions(rows, len(_key(prefix, 0)) + value_bytes):
                 written.append(part)
-                values = (pool[i % 4096 : i % 4096 + value_bytes] for i in part)
+                values = (content[i % 4096 : i % 4096 + value_bytes] for i in part)
                 keys = (_key(prefix, number) for number in part)
                 bucket.write_many(zip(keys, values, strict=True), durability)
                 progress.update(part.stop)
             write_seconds = time.monotonic() - started
-            follow_seconds = wait() - started
+            follow_seconds = following.result() - started
+        finally:
+            changes.stop()
     progress.close()
     return {"rows_written": rows / write_seconds, "rows_followed": rows / follow_seconds}
 
 
-@contextmanager
-def _counted(changes: "Changes", rows: int) -> Iterator[Callable[[], float]]:
-    """Take changes in a thread; give what waits for so many, and returns when the last of them came, or raises its error."""
+def _take(changes: "Changes", rows: int) -> float:
+    """Take so many rows, and return when the last of them came."""
     from upr_client import Rollback
 
-    done = threading.Event()
-    ended = 0.0
-    error: UprError = UnavailableError("the follower ended before it had all rows")
-
-    def take() -> None:
-        nonlocal ended, error
-        taken = 0
-        try:
-            for batch in changes.batches():
-                if isinstance(batch, Rollback):
-                    # Rows that will not come: waiting for them would not end.
-                    error = UnavailableError("the server lost rows while they were counted")
-                    return
-                taken += sum(block.rows for block in batch.blocks)
-                if taken >= rows:
-                    ended = time.monotonic()
-                    return
-        except UprError as failed:
-            error = failed
-        finally:
-            done.set()
-
-    def wait() -> float:
-        done.wait()
-        if not ended:
-            raise error
-        return ended
-
-    thread = threading.Thread(target=take, name="upr-bench-follower", daemon=True)
-    thread.start()
-    try:
-        yield wait
-    finally:
-        changes.stop()
-        thread.join()
+    taken = 0
+    for batch in changes.batches():
+        if isinstance(batch, Rollback):
+            # Rows that will not come: waiting for them would not end.
+            raise UnavailableError("the server lost rows while they were counted")
+        taken += sum(block.rows for block in batch.blocks)
+        if taken >= rows:
+            return time.monotonic()
+    raise UnavailableError("the follower ended before it had all rows")
 
 
 def _each(call: Callable[[bytes], object], prefix: bytes) -> dict[str, float]:
