@@ -165,18 +165,18 @@ async def test_a_promise_in_between_lets_it_follow_nobody(
 
     monkeypatch.setattr(ownership, "follow_nobody", promises)
     await ownership._follow_owner()
-    assert ownership._upstream_state is None
+    assert ownership._following is None
 
 
 @pytest.mark.asyncio
 async def test_who_has_promised_takes_nothing_from_the_owner_before(ownership: Ownership) -> None:
     await ownership._follow_owner()
-    upstream_state = ownership._upstream_state
-    assert upstream_state is not None
+    task = ownership._following
+    assert task is not None
     assert await ownership.promise(2, "other", CLAIM) is not None
-    assert upstream_state.done()
+    assert task.done()
     await ownership._follow_owner()
-    assert ownership._upstream_state is None
+    assert ownership._following is None
 
 
 @pytest.mark.asyncio

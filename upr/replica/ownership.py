@@ -102,7 +102,7 @@ class Ownership:
         # Held while buckets change their role: a promise waits for an activation, and sees it.
         self._changing = asyncio.Lock()
         self._storing = asyncio.Lock()
-        self._upstream_state: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._replication: Replication | None = None
         # Whom it follows, and whether anonymously.
         self._followed: tuple[tuple[str, ...], bool] = ((), False)
@@ -246,7 +246,7 @@ class Ownership:
     # Following
 
     async def follow_nobody(self) -> None:
-        task, self._upstream_state, self._followed = self._upstream_state, None, ((), False)
+        task, self._following, self._followed = self._following, None, ((), False)
         self._replication = None
         if task is not None:
             task.cancel()
@@ -265,11 +265,11 @@ class Ownership:
         else:
             targets = self._config.replicate_from
         wanted = targets, self._config.anonymous
-        if self._upstream_state is not None and self._upstream_state.done():
-            if not self._upstream_state.cancelled() and (error := self._upstream_state.exception()):
+        if self._following is not None and self._following.done():
+            if not self._following.cancelled() and (error := self._following.exception()):
                 log.error("following the owner failed", exc_info=error)
-            self._upstream_state = None
-        is_same = self._upstream_state is not None and wanted == self._followed
+            self._following = None
+        is_same = self._following is not None and wanted == self._followed
         if is_same and self._follows(standing.row.owner):
             return
         await self.follow_nobody()
@@ -297,7 +297,7 @@ class Ownership:
             self._catalog, targets, anonymous, self._address, self._links, directory, only
         )
         self._replication, self._followed = replication, (targets, anonymous)
-        self._upstream_state = asyncio.create_task(replication.run())
+        self._following = asyncio.create_task(replication.run())
         return replication
 
     # Promising
@@ -544,7 +544,7 @@ class Ownership:
             elif sure and last != me and not handed_over:
                 handed_over = True
                 lost += await self._gather(claim, last, answers, force, None, tables)
-            elif self._upstream_state is not None:
+            elif self._following is not None:
                 await self._stop_taking()
             elif isinstance(step, Follow):
                 only = by_version(step, versions)
