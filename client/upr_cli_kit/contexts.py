@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from upr_cli_kit.output import not_found
 from upr_protocol.errors import UprError
 
 CONTEXT_FIELDS: Final = ("target", "tls", "tls_ca", "tls_cert", "tls_key", "token_file")
@@ -86,9 +87,5 @@ def chosen(name: str | None) -> dict[str, Any]:
 def find_context(name: str, contexts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the fields of a context; raise UprError if it is not among those of the file."""
     if name not in contexts:
-        raise UprError(
-            f"there is no context {name!r}",
-            reason="NOT_FOUND",
-            hint="'upr-admin context list' shows them",
-        )
+        raise not_found(f"context {name!r}", "context list")
     return contexts[name]

@@ -61,6 +61,12 @@ def print_json(document: object) -> None:
     click.echo(json.dumps(document, indent=2, default=problem_document))
 
 
+def not_found(what: str, listing: str) -> UprError:
+    """Return the error of a name that is not among those that a command of ``upr-admin`` lists."""
+    hint = f"'upr-admin {listing}' shows them"
+    return UprError(f"there is no {what}", reason="NOT_FOUND", hint=hint)
+
+
 def problem_document(problem: UprError) -> dict[str, str]:
     return {"reason": problem.reason, "message": problem.message, "hint": problem.hint}
 

@@ -25,13 +25,13 @@ from upr_cli_kit.options import FILE, TARGET
 from upr_cli_kit.output import (
     Group,
     columns,
+    not_found,
     note,
     output_options,
     print_done,
     print_result,
     verbose_option,
 )
-from upr_protocol.errors import UprError
 from upr_protocol.limits import check_name
 
 _tokens_option = click.option(
@@ -165,11 +165,7 @@ def list_tokens(tokens: Path, as_json: bool) -> None:
 def revoke(name: str, tokens: Path, as_json: bool) -> None:
     """Remove the identity NAME. Its open streams end within a second or so."""
     if not revoke_identity(tokens, name):
-        raise UprError(
-            f"there is no identity {name!r}",
-            reason="NOT_FOUND",
-            hint="'upr-admin token list' shows them",
-        )
+        raise not_found(f"identity {name!r}", "token list")
     print_done(as_json, "revoked", name)
 
 

@@ -13,6 +13,7 @@ from upr_cli_kit.output import (
     Group,
     columns,
     confirm,
+    not_found,
     output_options,
     print_done,
     print_result,
@@ -20,7 +21,6 @@ from upr_cli_kit.output import (
 )
 from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import format_micros, parse_time
-from upr_protocol.errors import UprError
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import format_duration
 
@@ -79,7 +79,7 @@ def show(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     found = client.admin.consumers(bucket, with_positions=True)
     info = next((info for info in found if info.name == name), None)
     if info is None:
-        raise _not_found(name)
+        raise not_found(f"consumer {name!r}", "consumers")
     lines = [columns(_COLUMNS, [_row(info)]), ""]
     if info.members:
         lines += [_members(info), ""]
@@ -141,16 +141,8 @@ def forget(name: str, client: "Client", bucket: str, as_json: bool) -> None:
     One that is connected is registered again by its next acknowledgement, or the next position that it saves.
     """
     if not client.admin.forget_consumer(bucket, name):
-        raise _not_found(name)
+        raise not_found(f"consumer {name!r}", "consumers")
     print_done(as_json, "forgotten", name)
-
-
-def _not_found(name: str) -> UprError:
-    return UprError(
-        f"there is no consumer {name!r}",
-        reason="NOT_FOUND",
-        hint="'upr-admin consumers' shows them",
-    )
 
 
 def _ago(micros: int) -> str:
