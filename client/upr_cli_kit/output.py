@@ -239,12 +239,15 @@ ELSEWHERE: Final[Mapping[str, Sequence[str]]] = {
 class Group(click.Group):
     """A program of several commands, or some of them; errors are one line, and end in the statuses of ``exit_codes``.
 
+    It has --verbose, as its commands have.
+
     Args:
         bare: the command that is meant where none is named.
     """
 
     def __init__(self, *arguments: Any, bare: str = "", **options: Any) -> None:
         super().__init__(*arguments, **options)
+        verbose_option(self)
         self.bare = bare
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -23,7 +23,6 @@ from upr_cli_kit.output import (
     columns,
     output_options,
     print_result,
-    verbose_option,
 )
 from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import format_micros
@@ -40,7 +39,6 @@ _COLUMNS = ("partition", "state", "high_seqno", "durable_seqno", "purge_seqno", 
 
 @click.group("upr-admin", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="upr-admin %(version)s")
-@verbose_option
 def main() -> None:
     """Look at a server and its data, and manage buckets, cuts and consumers.
 

@@ -7,12 +7,11 @@ from upr.cli.cat_commands.bench import bench
 from upr.cli.cat_commands.follow import follow
 from upr.cli.cat_commands.keys import delete, dump, get, set_
 from upr.cli.cat_commands.load import load
-from upr_cli_kit.output import Group, add_examples, verbose_option
+from upr_cli_kit.output import Group, add_examples
 
 
 @click.group("upr-cat", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="upr-cat %(version)s")
-@verbose_option
 def main() -> None:
     """Follow changes, read and write keys, load mutations, or measure a server."""
 

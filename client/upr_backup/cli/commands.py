@@ -41,7 +41,6 @@ from upr_cli_kit.output import (
     output_options,
     print_done,
     print_json,
-    verbose_option,
 )
 from upr_cli_kit.times import duration
 from upr_protocol.errors import AlreadyExistsError, InvalidArgumentError, UprError
@@ -522,7 +521,6 @@ def _version() -> str:
 @click.group("upr-backup", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(_version(), message="upr-backup %(version)s")
 @click.argument("repository")
-@verbose_option
 @click.pass_context
 def main(ctx: click.Context, repository: str) -> None:
     """Take, look at, check and restore incremental backups of a bucket.

@@ -30,7 +30,6 @@ from upr_cli_kit.output import (
     output_options,
     print_done,
     print_result,
-    verbose_option,
 )
 from upr_protocol.limits import check_name
 
@@ -63,7 +62,6 @@ def _parse_roles(
 
 
 @click.group("token", cls=Group)
-@verbose_option
 def token() -> None:
     """Add, list and revoke the identities of a server's callers."""
 
@@ -170,7 +168,6 @@ def revoke(name: str, tokens: Path, as_json: bool) -> None:
 
 
 @click.group("context", cls=Group, bare="list")
-@verbose_option
 def context() -> None:
     """Keep servers and credentials under names, for yourself. Alone it is 'context list'.
 

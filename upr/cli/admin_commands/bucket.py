@@ -16,7 +16,6 @@ from upr_cli_kit.output import (
     print_done,
     print_result,
     size_text,
-    verbose_option,
 )
 from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import size
@@ -41,7 +40,6 @@ def _parse_version(text: str) -> int:
 
 
 @click.group("bucket", cls=Group, bare="list")
-@verbose_option
 def bucket() -> None:
     """List, create and drop buckets, and set their quotas. Alone it is 'bucket list'."""
 

@@ -17,7 +17,6 @@ from upr_cli_kit.output import (
     output_options,
     print_done,
     print_result,
-    verbose_option,
 )
 from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import format_micros, parse_time
@@ -44,7 +43,6 @@ _POSITION_COLUMNS = (
 
 
 @click.group("consumers", cls=Group, bare="list")
-@verbose_option
 def consumers() -> None:
     """Show the registered consumers and the members of groups; reset or forget one. Alone it is 'consumers list'.
 

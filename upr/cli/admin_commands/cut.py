@@ -14,7 +14,6 @@ from upr_cli_kit.output import (
     print_done,
     print_result,
     problem_document,
-    verbose_option,
 )
 from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import duration, format_micros
@@ -38,7 +37,6 @@ _lease_option = click.option(
 
 
 @click.group("cut", cls=Group, bare="list")
-@verbose_option
 def cut() -> None:
     """Pin the bucket as it is at one instant, so that it can be read as of then again and again.
 

@@ -15,7 +15,6 @@ from upr_cli_kit.output import (
     print_done,
     print_json,
     print_result,
-    verbose_option,
 )
 from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import duration
@@ -38,7 +37,6 @@ _seconds_option = click.option(
 
 
 @click.group("topology", cls=Group, bare="show")
-@verbose_option
 def topology() -> None:
     """Show who is in the set of servers, or forget one. Alone it is 'topology show'."""
 

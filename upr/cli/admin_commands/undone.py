@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr_cli_kit.options import DirectoryPath, login, open_client, target_option
-from upr_cli_kit.output import Group, columns, output_options, print_result, verbose_option
+from upr_cli_kit.output import Group, columns, output_options, print_result
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.limits import GET_KEYS_MAX
@@ -26,7 +26,6 @@ _ROW_COLUMNS = ("partition", "seqno", "op", "key", "value_bytes")
 
 
 @click.group("undone", cls=Group)
-@verbose_option
 def undone() -> None:
     """Look at the mutations that a replica has undone, and put them back."""
 
