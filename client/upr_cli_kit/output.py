@@ -87,19 +87,12 @@ class Progress:
 
     _open: ClassVar[TextIO | None] = None
 
-    def __init__(
-        self,
-        unit: str = "",
-        total: int | None = None,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, unit: str = "", total: int | None = None) -> None:
         self._unit = unit
         self._total = total
-        self._stream = sys.stderr if stream is None else stream
-        self._clock = clock
+        self._stream = sys.stderr
         self._terminal = self._stream.isatty()
-        self._shown = clock()
+        self._shown = time.monotonic()
 
     def update(self, done: int, detail: str = "") -> None:
         """Say that ``done`` of the total are done, on a terminal with a bar; ``detail`` is shown behind."""
@@ -112,7 +105,7 @@ class Progress:
 
     def show(self, text: str) -> None:
         """Say how far it is, unless that was said just now."""
-        now = self._clock()
+        now = time.monotonic()
         if now - self._shown < (_TERMINAL_SECONDS if self._terminal else _LOG_SECONDS):
             return
         self._shown = now

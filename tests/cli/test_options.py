@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -90,20 +91,28 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_a_bar_on_a_terminal() -> None:
-    times = iter([0.0, 0.05, 0.2, 0.3])
+def at_times(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
+    """Have the commands' kit look at its clock at these times."""
+    clock = SimpleNamespace(monotonic=iter(times).__next__)
+    monkeypatch.setattr("upr_cli_kit.output.time", clock)
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_times(monkeypatch, 0.0, 0.05, 0.2)
     stream = Terminal()
-    progress = Progress("commits", 4, stream, lambda: next(times))
+    monkeypatch.setattr("sys.stderr", stream)
+    progress = Progress("commits", 4)
     progress.update(1)
     progress.update(2, "9 rows")
     progress.close()
     assert stream.getvalue() == f"\r[{'#' * 15}{'.' * 15}] 2/4 commits, 9 rows\x1b[K\n"
 
 
-def test_progress_is_a_line_every_few_seconds_elsewhere() -> None:
-    times = iter([0.0, 1.0, 5.5, 6.0])
+def test_progress_is_a_line_every_few_seconds_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_times(monkeypatch, 0.0, 1.0, 5.5, 6.0)
     stream = io.StringIO()
-    progress = Progress("rows", None, stream, lambda: next(times))
+    monkeypatch.setattr("sys.stderr", stream)
+    progress = Progress("rows")
     for done in (10, 20, 30):
         progress.update(done)
     progress.close()
