@@ -427,11 +427,7 @@ class Ownership:
                 becoming.set()
 
     def _has_claimed(self, row: Row) -> bool:
-        """Return whether a claim of this server's, to which it did not become active, keeps others from it.
-
-        Args:
-            row: the newest that is known.
-        """
+        """Return whether a claim of this server's, by which it did not become active, keeps others from it; ``row`` is the newest known."""
         standing = self.standing
         own = standing.promised > row.epoch and standing.candidate == standing.directory
         return own or (row.owner == standing.directory and not row.serving)

@@ -43,11 +43,7 @@ def row_to_message(row: Row) -> wire.OwnerRow:
 
 
 def row_of_message(message: wire.OwnerRow) -> Row:
-    """Return the row of a message.
-
-    Raises:
-        ProtocolError: it counts more servers than a set has.
-    """
+    """Return the row of a message; raise ProtocolError where it counts more servers than a set has."""
     counted = frozenset(message.counted)
     if len(counted) > SET_MEMBERS_MAX:
         raise ProtocolError(
@@ -71,11 +67,7 @@ def held_to_messages(
 
 
 def held_of_messages(messages: Iterable[wire.HeldBucket]) -> dict[int, Held]:
-    """Return what is held, by bucket version.
-
-    Raises:
-        ProtocolError: a message has another number of partitions.
-    """
+    """Return what is held, by bucket version; raise ProtocolError for another number of partitions."""
     found = {}
     for message in messages:
         if len(message.partitions) != PARTITIONS * HELD.itemsize:
@@ -128,7 +120,6 @@ class Peers:
     """The other servers of a set.
 
     Args:
-        address: returns HOST:PORT where this server can be reached.
         meets: whether it meets servers. One that would refuse them asks none.
         upstreams: HOST:PORT of servers that this one was told to follow.
 
@@ -233,11 +224,7 @@ class Peers:
         self._saw(member.directory)
 
     def _remember(self, one: wire.SetMember, makes_room: bool) -> None:
-        """Remember an address, of SET_MEMBERS_MAX servers at most.
-
-        Args:
-            makes_room: whether one that does not answer, and that nobody needs, is forgotten for it.
-        """
+        """Remember an address, of SET_MEMBERS_MAX at most; with ``makes_room`` one that is away and not needed is forgotten for it."""
         if one.directory == self._catalog.directory_id or not _is_named(one):
             return
         if one.directory not in self.addresses and len(self.addresses) >= SET_MEMBERS_MAX - 1:

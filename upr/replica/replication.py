@@ -63,7 +63,6 @@ class Replication:
     Args:
         upstreams: HOST:PORT of each, tried in turn.
         anonymous: whether it is not registered there.
-        address: returns HOST:PORT where this server can be reached.
         only: the partitions that are followed and how far, by bucket version, and no bucket is dropped; None for all.
 
     Attributes:
