@@ -245,15 +245,8 @@ async def test_a_writer_gone_before_it_was_answered_gives_the_producer_back(
 
 
 @pytest.mark.asyncio
-async def test_a_writer_that_came_while_the_server_stops_is_told_so(
-    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_writer_that_came_while_the_server_stops_is_told_so(catalog: Catalog) -> None:
     """Its call was not open yet when the others were told, and the stop waited for it in vain."""
-
-    async def abort(_: object, error: UprError) -> None:
-        raise error
-
-    monkeypatch.setattr(writes_module, "abort", abort)
     host = started(catalog.find("default"))
     context: Any = Script(opening("p"))
     methods = KeyValueMethods(catalog, Intake())

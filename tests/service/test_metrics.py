@@ -54,9 +54,10 @@ async def test_what_was_written_and_read_is_counted(server_process: StartServer)
             return await told(address)
 
         def is_told(found: Numbers) -> bool:
-            # The loop is looked at in intervals.
+            # The loop is looked at in intervals, and a write is counted behind its answer.
             return (
                 found["upr_sent_rows_total", ""] == 50
+                and found["upr_writes_total", "refused"] == 1
                 and found["upr_loop_delay_seconds_count", ""] > 0
             )
 

@@ -15,7 +15,6 @@ from upr.replica.set_status import Cluster, SetStatus
 from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.keepers import finish_even_if_cancelled
-from upr.service.calls import answering
 from upr.service.overload.intake import Context
 from upr_protocol.errors import UprError, shown
 from upr_protocol.ownership import Row, Served
@@ -95,7 +94,6 @@ class ReplicaMethods:
                 retriable=not own,
             )
 
-    @answering
     async def GetTopology(
         self, request: wire.GetTopologyRequest, context: Context
     ) -> wire.GetTopologyResponse:
@@ -151,7 +149,6 @@ class ReplicaMethods:
         told.drained = met.drained
         return told
 
-    @answering
     async def Promote(self, request: wire.PromoteRequest, context: Context) -> wire.PromoteResponse:
         end = await _whole(self._promoted(force=request.force, takeover=request.takeover))
         addresses = self._ownership.peers.addresses
@@ -181,7 +178,6 @@ class ReplicaMethods:
             await self._cluster.begin(self._ownership, force=force)
         return await self._ownership.promote(force=force, takeover=takeover)
 
-    @answering
     async def Drain(self, request: wire.DrainRequest, context: Context) -> wire.DrainResponse:
         """Become active no more, or perhaps again; return who is to be instead."""
         ownership, successor = self._ownership, None
@@ -221,7 +217,6 @@ class ReplicaMethods:
                 retriable=True,
             )
 
-    @answering
     async def ForgetServer(
         self, request: wire.ForgetServerRequest, context: Context
     ) -> wire.ForgetServerResponse:
@@ -231,7 +226,6 @@ class ReplicaMethods:
         row = await _whole(self._ownership.counted_replicas.forget(member.directory))
         return wire.ForgetServerResponse(member=member, row=row_to_message(row))
 
-    @answering
     async def Meet(self, request: wire.MeetRequest, context: Context) -> wire.MeetResponse:
         self._check_set(request.replica_set)
         ownership = self._ownership
@@ -250,7 +244,6 @@ class ReplicaMethods:
             drained=ownership.drained,
         )
 
-    @answering
     async def Promise(self, request: wire.PromiseRequest, context: Context) -> wire.PromiseResponse:
         self._check_set(request.replica_set)
         ownership = self._ownership
@@ -270,7 +263,6 @@ class ReplicaMethods:
             held=[] if answer is None else held_to_messages(answer.held, answer.changes),
         )
 
-    @answering
     async def Grant(self, request: wire.GrantRequest, context: Context) -> wire.GrantResponse:
         """Promise nothing to others for a while; a server without a cluster grants nothing."""
         self._check_set(request.replica_set)

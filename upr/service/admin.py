@@ -19,7 +19,7 @@ from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.upstream_state import UpstreamState
-from upr.service.calls import answering, chosen_partitions, loop_micros
+from upr.service.calls import chosen_partitions, loop_micros
 from upr.service.clock import Clock
 from upr.service.follow import beginnings
 from upr.service.overload.intake import Context
@@ -310,7 +310,6 @@ class AdminMethods:
         self._catalog = catalog
         self._process = process
 
-    @answering
     async def ListBuckets(
         self, request: admin.ListBucketsRequest, context: Context
     ) -> admin.ListBucketsResponse:
@@ -332,7 +331,6 @@ class AdminMethods:
             directory=self._catalog.directory_id,
         )
 
-    @answering
     async def CreateBucket(
         self, request: admin.CreateBucketRequest, context: Context
     ) -> admin.CreateBucketResponse:
@@ -347,7 +345,6 @@ class AdminMethods:
             )
         return admin.CreateBucketResponse(bucket=info)
 
-    @answering
     async def SetBucketQuota(
         self, request: admin.SetBucketQuotaRequest, context: Context
     ) -> admin.SetBucketQuotaResponse:
@@ -356,7 +353,6 @@ class AdminMethods:
         await host.set_quota(check_quota(request.quota_bytes))
         return admin.SetBucketQuotaResponse(bucket=await _bucket_info(host))
 
-    @answering
     async def DropBucket(
         self, request: admin.DropBucketRequest, context: Context
     ) -> admin.DropBucketResponse:
@@ -366,7 +362,6 @@ class AdminMethods:
         version = await self._catalog.ordered.drop(request.name, request.version if known else None)
         return admin.DropBucketResponse(bucket_version=version)
 
-    @answering
     async def ListConsumers(
         self, request: admin.ListConsumersRequest, context: Context
     ) -> admin.ListConsumersResponse:
@@ -394,7 +389,6 @@ class AdminMethods:
             size += info.ByteSize()
         return response
 
-    @answering
     async def ForgetConsumer(
         self, request: admin.ForgetConsumerRequest, context: Context
     ) -> admin.ForgetConsumerResponse:
@@ -413,7 +407,6 @@ class AdminMethods:
                 ) from error
         return admin.ForgetConsumerResponse(forgotten=forgotten)
 
-    @answering
     async def ResetConsumer(
         self, request: admin.ResetConsumerRequest, context: Context
     ) -> admin.ResetConsumerResponse:
@@ -458,7 +451,6 @@ class AdminMethods:
             response.positions.extend(_positions(name, consumer, bucket, known))
         return response
 
-    @answering
     async def Purge(self, request: admin.PurgeRequest, context: Context) -> admin.PurgeResponse:
         """Purge partitions one after the other; a damaged one has a problem in the answer."""
         host = self._catalog.find(request.bucket)
@@ -490,7 +482,6 @@ class AdminMethods:
                     message.holders.add(kind=one.kind, name=one.name, seqno=one.seqno)
         return response
 
-    @answering
     async def GetStatus(
         self, request: admin.GetStatusRequest, context: Context
     ) -> admin.GetStatusResponse:
@@ -530,7 +521,6 @@ class AdminMethods:
             journal_format=journal.FORMAT,
         )
 
-    @answering
     async def GetStorage(
         self, request: admin.GetStorageRequest, context: Context
     ) -> admin.GetStorageResponse:
@@ -564,7 +554,6 @@ class AdminMethods:
             compression=bucket.identity.compression,
         )
 
-    @answering
     async def GetPartitions(
         self, request: admin.GetPartitionsRequest, context: Context
     ) -> admin.GetPartitionsResponse:

@@ -1,16 +1,15 @@
-"""Calls: parts that the methods of all services share: opening messages, chosen partitions, errors as statuses."""
+"""Calls: parts that the methods of all services share: opening messages, chosen partitions."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from upr.service.access.rules import PERMIT
 from upr.service.buckets.keepers import micros
-from upr.service.overload.intake import Context, Intake, abort
-from upr_protocol.errors import InvalidArgumentError, UprError
+from upr.service.overload.intake import Context, Intake
+from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import check_partition
 from upr_protocol.limits import PARTITIONS, REQUEST_BYTES_MAX
 
@@ -27,10 +26,6 @@ def chosen_partitions(partitions: Sequence[int]) -> list[int]:
     if len(set(chosen)) != len(chosen):
         raise InvalidArgumentError("a partition is named twice in one request")
     return chosen
-
-
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
 
 
 async def read_open(intake: Intake, context: Context, request: Any, kind: str) -> Any:
@@ -60,21 +55,6 @@ def parsed(request: Any, raw: bytes, what: str) -> Any:
         return request.FromString(raw)
     except DecodeError:
         raise InvalidArgumentError(f"{what} of {len(raw)} bytes cannot be parsed") from None
-
-
-def answering(
-    method: Callable[[Any, _Request, Context], Awaitable[_Response]],
-) -> Callable[[Any, _Request, Context], Awaitable[_Response]]:
-    """Turn a unary method's domain errors into statuses."""
-
-    @wraps(method)
-    async def wrapped(self: Any, request: _Request, context: Context) -> _Response:
-        try:
-            return await method(self, request, context)
-        except UprError as error:
-            await abort(context, error)
-
-    return wrapped
 
 
 def loop_micros() -> int:

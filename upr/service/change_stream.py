@@ -15,12 +15,12 @@ from upr.engine.groups import Hold, fenced
 from upr.engine.streams import SHUTTING_DOWN
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.calls import answering, chosen_partitions, loop_micros, read_open
+from upr.service.calls import chosen_partitions, loop_micros, read_open
 from upr.service.conversation import check_consumer, read_options
 from upr.service.follow import FollowCall
 from upr.service.overload.callers import Callers, peer_of
 from upr.service.overload.frame_rounds import Rounds
-from upr.service.overload.intake import Context, Intake, abort
+from upr.service.overload.intake import Context, Intake
 from upr.service.overload.sending_room import SendingRoom
 from upr.service.replica_tables import cut_message
 from upr.service.storage_trouble import words_of
@@ -200,7 +200,6 @@ class ChangeStreamMethods:
         self._calls: set[FollowCall] = set()
         self._stopping = False
 
-    @answering
     async def Hello(self, request: wire.HelloRequest, context: Context) -> wire.HelloResponse:
         """Answer for any number of partitions; one invalid partition fails the request, and changes nothing."""
         bucket = self._catalog.of(request).bucket
@@ -216,7 +215,6 @@ class ChangeStreamMethods:
                 await asyncio.sleep(0)
         return wire.HelloResponse(bucket_version=bucket.identity.version, answers=answers)
 
-    @answering
     async def GetFailoverLog(
         self, request: wire.GetFailoverLogRequest, context: Context
     ) -> wire.GetFailoverLogResponse:
@@ -230,7 +228,6 @@ class ChangeStreamMethods:
                 await asyncio.sleep(0)
         return wire.GetFailoverLogResponse(bucket_version=bucket.identity.version, logs=logs)
 
-    @answering
     async def CreateCut(
         self, request: wire.CreateCutRequest, context: Context
     ) -> wire.CreateCutResponse:
@@ -250,7 +247,6 @@ class ChangeStreamMethods:
             ],
         )
 
-    @answering
     async def RenewCut(
         self, request: wire.RenewCutRequest, context: Context
     ) -> wire.RenewCutResponse:
@@ -260,7 +256,6 @@ class ChangeStreamMethods:
         cut = await host.cuts.renew(check_name(request.name, "cut"), lease)
         return wire.RenewCutResponse(cut=cut_message(cut, with_partitions=False))
 
-    @answering
     async def ReleaseCut(
         self, request: wire.ReleaseCutRequest, context: Context
     ) -> wire.ReleaseCutResponse:
@@ -269,7 +264,6 @@ class ChangeStreamMethods:
         released = await host.cuts.release(check_name(request.name, "cut"))
         return wire.ReleaseCutResponse(released=released)
 
-    @answering
     async def ListCuts(
         self, request: wire.ListCutsRequest, context: Context
     ) -> wire.ListCutsResponse:
@@ -282,7 +276,6 @@ class ChangeStreamMethods:
             await asyncio.sleep(0)
         return wire.ListCutsResponse(bucket_version=host.bucket.identity.version, cuts=cuts)
 
-    @answering
     async def LoadPositions(
         self, request: wire.LoadPositionsRequest, context: Context
     ) -> wire.LoadPositionsResponse:
@@ -316,7 +309,6 @@ class ChangeStreamMethods:
             raise _damaged_positions(name, damaged) from None
         return response
 
-    @answering
     async def SavePositions(
         self, request: wire.SavePositionsRequest, context: Context
     ) -> wire.SavePositionsResponse:
@@ -348,21 +340,13 @@ class ChangeStreamMethods:
 
     async def Follow(self, request_iterator: object, context: Context) -> None:
         """Serve one call; see ``change_stream_service.proto``."""
-        try:
-            call = await self._open(context)
-        except UprError as error:
-            await abort(context, error)
+        call = await self._open(context)
         self._calls.add(call)
         try:
-            slow = await call.run()
-        except UprError as error:
-            await abort(context, error)
+            await call.run()
         finally:
             self._calls.discard(call)
             call.close()
-        if slow is not None:
-            # The client sees this status only behind the data that the transport has not sent.
-            await abort(context, slow)
 
     async def _open(self, context: Context) -> "FollowCall":
         opening = await read_open(self._intake, context, wire.FollowRequest, "Follow")

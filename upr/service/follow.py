@@ -164,11 +164,11 @@ class FollowCall:
             self._tables.close()
         self._talk.close(asyncio.get_running_loop().time(), left=self._left)
 
-    async def run(self) -> UprError | None:
+    async def run(self) -> None:
         """Serve until the client half-closes, goes silent, or the call is ended.
 
-        Returns:
-            The end reason, if the client was too slow to receive it as Ended.
+        Raises:
+            UprError: too much is arriving, or the client was too slow to receive the reason as Ended.
         """
         reader = asyncio.create_task(self._read())
         sender = self._sender = asyncio.create_task(self._send())
@@ -195,9 +195,9 @@ class FollowCall:
             reason = why.reason if why else "CLIENT_LEFT"
             count_reason(self._host.disk.traffic.ended, reason)
             log.info("follow ended", extra={**self._who, "reason": reason})
-        if ending is None or not self._is_too_slow or self._talk.over:
-            return None
-        return ending.error()
+        if ending is not None and self._is_too_slow and not self._talk.over:
+            # The client sees this status only behind the data that the transport has not sent.
+            raise ending.error()
 
     @property
     def _is_too_slow(self) -> bool:

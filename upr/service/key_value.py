@@ -19,9 +19,9 @@ from upr.engine.producers import ProducerCall
 from upr.service.access.rules import PERMIT
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.calls import answering, parsed, read_open
+from upr.service.calls import parsed, read_open
 from upr.service.overload.callers import Callers, Turns, peer_of
-from upr.service.overload.intake import LARGE_BYTES, Context, Intake, abort, shed_error
+from upr.service.overload.intake import LARGE_BYTES, Context, Intake, shed_error
 from upr.service.overload.process import SAMPLE_SECONDS, LoopDelays
 from upr.service.sight import traces
 from upr.service.sight.counts import count_reason, refusals
@@ -299,7 +299,6 @@ class KeyValueMethods:
         self._calls: set[_WriteCall] = set()
         self._stopping = False
 
-    @answering
     async def Get(self, request: wire.GetRequest, context: Context) -> wire.GetResponse:
         """Return the newest value of each key."""
         check_keys(request.keys)
@@ -355,15 +354,10 @@ class KeyValueMethods:
 
     async def Write(self, request_iterator: object, context: Context) -> None:
         """Serve one call; see ``key_value_service.proto``."""
-        try:
-            call = await self._open(context)
-        except UprError as error:
-            await abort(context, error)
+        call = await self._open(context)
         self._calls.add(call)
         try:
             await call.run()
-        except UprError as error:
-            await abort(context, error)
         finally:
             self._calls.discard(call)
             call.close()

@@ -37,7 +37,7 @@ from upr.service.key_value import KeyValueMethods
 from upr.service.overload import process as resources
 from upr.service.overload.callers import Callers, Turns
 from upr.service.overload.gate import Gate
-from upr.service.overload.intake import Intake, abort
+from upr.service.overload.intake import Intake
 from upr.service.sight import traces, web
 from upr.service.storage_trouble import words_of
 from upr.service.text.port import TextPort
@@ -121,17 +121,17 @@ def _encode(message: Any) -> bytes:
 
 
 def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """Turn an unexpected exception into a status in plain words: gRPC would send the exception, with its paths."""
+    """Turn an unexpected exception into one in plain words: gRPC would send the exception, with its paths."""
 
     @wraps(method)
     async def guarded(request: Any, context: Any) -> Any:
         try:
             return await method(request, context)
-        except (grpc.aio.BaseError, grpc.RpcError):
+        except (grpc.aio.BaseError, grpc.RpcError, UprError):
             raise
         except Exception as error:
             log.exception("a call failed", extra={"method": method.__name__})
-            await abort(context, UprError(words_of(error), hint="see the server's log"))
+            raise UprError(words_of(error), hint="see the server's log") from None
 
     return guarded
 

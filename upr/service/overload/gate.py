@@ -24,7 +24,7 @@ A small request can arrive before a large one that was begun first, and an older
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Gate for every call, those of health and reflection included.
+    """Gate for every call, those of health and reflection included. It turns domain errors into statuses.
 
     A call with one request receives it through the intake, and is charged for it. One with many is registered with the
     intake, unless its method takes its messages as bytes and registers itself.
