@@ -22,9 +22,9 @@ from upr.replica.links import Links
 from upr.replica.replication import Replication
 from upr.replica.upstream_stream import UndoNeededError, UpstreamStream
 from upr.replica.upstream_tables import take_tables
-from upr.service import storage_trouble
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.replica_tables import TableFeed
+from upr.service.storage_trouble import Failing
 from upr_protocol.block import POSITION
 from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.failover import FailoverLog, FailoverRecord
@@ -351,19 +351,19 @@ async def test_a_server_that_cannot_store_asks_less_and_less_often_and_says_so_o
     def delay(tries: int, *_: Any, away: bool) -> float:
         pauses.append((tries, away))
         if len(pauses) == 4:
-            host.disk.troubles.ends(storage_trouble.JOURNAL)
+            host.disk.troubles.ends(Failing.JOURNAL)
         return 0 if len(pauses) < 7 else 1000
 
     async def received(*_: Any) -> None:
-        if storage_trouble.JOURNAL in host.disk.troubles:
-            raise host.disk.troubles.problem_of(storage_trouble.JOURNAL)
+        if Failing.JOURNAL in host.disk.troubles:
+            raise host.disk.troubles.problem_of(Failing.JOURNAL)
 
     monkeypatch.setattr(replication, "delay", delay)
     monkeypatch.setattr(host, "receive", received)
     catalog: Any = SimpleNamespace(directory_id="d", replica_set="s")
     upstream_state = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
     caplog.set_level(logging.INFO, "upr.replica")
-    host.disk.troubles.begins(storage_trouble.JOURNAL, OSError(errno.EIO, "broken"))
+    host.disk.troubles.begins(Failing.JOURNAL, OSError(errno.EIO, "broken"))
     task = asyncio.create_task(upstream_state._receive(host, "127.0.0.1:1", Gives()))
     await until(lambda: len(pauses) >= 7)
     task.cancel()

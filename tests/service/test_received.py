@@ -153,7 +153,7 @@ def test_who_sends_most_loses_its_calls_first_and_one_message_always_passes(
 ) -> None:
     sizes = {"large": 100 * MIB, "larger": 150 * MIB, "small": MIB // 2}
     held = RECEIVE_LIMIT_BYTES
-    monkeypatch.setattr(intake_module, "anonymous_bytes", lambda: held)
+    monkeypatch.setattr(intake_module, "memory_bytes", lambda: (held, 0))
     monkeypatch.setattr(intake_module, "received_by_peer", lambda: sizes)
     intake = Intake()
     shed: list[str] = []
@@ -255,7 +255,7 @@ async def test_what_a_flush_frees_goes_back_though_memory_was_returned_just_befo
         returned += 1
 
     # What is freed stays the process's, until it is given back.
-    monkeypatch.setattr(intake_module, "anonymous_bytes", lambda: 130 * MIB)
+    monkeypatch.setattr(intake_module, "memory_bytes", lambda: (130 * MIB, 0))
     monkeypatch.setattr(intake_module, "give_back_freed", give_back)
     intake = Intake(lambda: tail)
     for expected in (1, 1, 2, 2):

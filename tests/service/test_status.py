@@ -106,5 +106,5 @@ async def test_a_second_flush_leaves_something_unmerged(server_process: StartSer
 def test_without_proc_the_memory_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_STATUS", tmp_path / "nothing")
+    monkeypatch.setattr(process, "_STATM", tmp_path / "nothing")
     assert process.memory_bytes() == (0, 0)

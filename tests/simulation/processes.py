@@ -59,7 +59,7 @@ def simulate(patch: pytest.MonkeyPatch, timeline: Timeline, net: Net) -> None:
     patch.setattr(grpc.aio, "insecure_channel", lambda address, options=None: Channel(net, address))
     patch.setattr(grpc.aio, "server", functools.partial(GrpcServer, net))
     # What they look at is this very process, which is not simulated.
-    patch.setattr(intake, "anonymous_bytes", lambda: 0)
+    patch.setattr(intake, "memory_bytes", lambda: (0, 0))
     patch.setattr(intake, "TICK_SECONDS", 5.0)
     patch.setattr(process, "SAMPLE_SECONDS", 5.0)
     for kind in (Store, Journal, DataDirectory):

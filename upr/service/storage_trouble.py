@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Final
 
 import lmdb
@@ -16,16 +17,22 @@ from upr_protocol.errors import NoRoomError, StorageFailedError, UprError
 
 log = logging.getLogger(__name__)
 
-JOURNAL: Final = "the journal cannot be written"
-PROOF: Final = "the clean-shutdown proof cannot be removed"
-FLUSH: Final = "the tail cannot be stored"
-ROOM: Final = "writes are refused for lack of room"
-MERGE: Final = "blocks cannot be compacted"
-PURGE: Final = "tombstones cannot be purged"
-POSITIONS: Final = "positions of consumers cannot be stored"
-CUTS: Final = "cuts cannot be stored"
-FILES: Final = "its files cannot be looked at"
-PRODUCERS: Final = "producers cannot be forgotten"
+
+class Failing(StrEnum):
+    """What fails: what the metrics call it, in lower case, and the log."""
+
+    JOURNAL = "the journal cannot be written"
+    PROOF = "the clean-shutdown proof cannot be removed"
+    FLUSH = "the tail cannot be stored"
+    ROOM = "writes are refused for lack of room"
+    MERGE = "blocks cannot be compacted"
+    PURGE = "tombstones cannot be purged"
+    POSITIONS = "positions of consumers cannot be stored"
+    CUTS = "cuts cannot be stored"
+    FILES = "its files cannot be looked at"
+    PRODUCERS = "producers cannot be forgotten"
+
+
 _FULL: Final = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -53,13 +60,12 @@ class Trouble:
     """Trouble: one operation that fails now. It has no error, whose traceback would keep what the operation held.
 
     Attributes:
-        what: one of the names above.
         words, full: the newest error in words for clients, and whether it means a lack of room.
         since: when it began, seconds since the epoch.
         began: the same on the monotonic clock.
     """
 
-    what: str
+    what: Failing
     words: str
     full: bool
     since: float
@@ -87,14 +93,14 @@ class Troubles:
     def __init__(self, bucket: str, changed: Callable[[], None]) -> None:
         self._bucket = bucket
         self._changed = changed
-        self._now: dict[str, Trouble] = {}
-        self.begun: Counter[str] = Counter()
-        self.ended: Counter[str] = Counter()
+        self._now: dict[Failing, Trouble] = {}
+        self.begun: Counter[Failing] = Counter()
+        self.ended: Counter[Failing] = Counter()
 
-    def __contains__(self, what: str) -> bool:
+    def __contains__(self, what: Failing) -> bool:
         return what in self._now
 
-    def begins(self, what: str, error: BaseException) -> None:
+    def begins(self, what: Failing, error: BaseException) -> None:
         """Record a failure; log the first one."""
         words, full = words_of(error), is_full(error)
         known = self._now.get(what)
@@ -109,7 +115,7 @@ class Troubles:
         )
         self._changed()
 
-    def ends(self, what: str) -> None:
+    def ends(self, what: Failing) -> None:
         """Record a success, which ends the trouble if there was one."""
         known = self._now.pop(what, None)
         if known is None:
@@ -122,7 +128,7 @@ class Troubles:
         )
         self._changed()
 
-    def problem_of(self, what: str) -> UprError:
+    def problem_of(self, what: Failing) -> UprError:
         return self._now[what].problem()
 
     def problem(self) -> UprError | None:

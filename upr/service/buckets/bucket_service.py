@@ -28,7 +28,6 @@ from upr.engine.partitions import ACTIVE, DEAD, REPLICA
 from upr.engine.producers import ProducerCall
 from upr.engine.recovery import Recovered, Undo, recover
 from upr.engine.streams import moved
-from upr.service import storage_trouble
 from upr.service.buckets.compactor import Compactor
 from upr.service.buckets.disk_threads import Disk
 from upr.service.buckets.flusher import Flusher
@@ -43,7 +42,7 @@ from upr.service.buckets.room import ROOM_AGAIN_BYTES, DiskRoom, WaitingRoom, ch
 from upr.service.buckets.serving import Serving, not_active
 from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.clock import Clock
-from upr.service.storage_trouble import words_of
+from upr.service.storage_trouble import Failing, is_full, words_of
 from upr.storage.journal import Commit, NumberedWrite
 from upr.storage.read import read_blocks
 from upr.storage.search import TailKeys
@@ -558,7 +557,7 @@ class BucketService:
         Raises:
             NoRoomError, StorageFailedError: it would not, or flushes fail.
         """
-        for what in (storage_trouble.FLUSH, storage_trouble.JOURNAL):
+        for what in (Failing.FLUSH, Failing.JOURNAL):
             if what in self.disk.troubles:
                 raise self.disk.troubles.problem_of(what)
         check_map(self.disk.store, self.bucket.tail.bytes + needed, is_full=self.flusher.map_full)
@@ -573,18 +572,15 @@ class BucketService:
             hint="free some space; writing resumes by itself",
         )
         self._wanted_room = max(needed, ROOM_AGAIN_BYTES)
-        self.disk.troubles.begins(storage_trouble.ROOM, error)
+        self.disk.troubles.begins(Failing.ROOM, error)
         # The reserve may be that of another bucket's tail: flush them all.
         self.disk.room.wanted()
         raise error
 
     def look_at_room(self) -> None:
         """Record the end of a lack of room, also without writes."""
-        if (
-            storage_trouble.ROOM in self.disk.troubles
-            and self.disk.room.left() >= self._wanted_room
-        ):
-            self.disk.troubles.ends(storage_trouble.ROOM)
+        if Failing.ROOM in self.disk.troubles and self.disk.room.left() >= self._wanted_room:
+            self.disk.troubles.ends(Failing.ROOM)
 
     async def _put_consumers(self, rows: Callable[[], Mapping[Any, Any]]) -> None:
         if not self.disk.stopping and self.disk.room.left() < 0:
@@ -615,10 +611,10 @@ class BucketService:
         try:
             await self.disk.in_store_thread(self._clear_proof_now)
             self.bucket.proven = False
-            self.disk.troubles.ends(storage_trouble.PROOF)
+            self.disk.troubles.ends(Failing.PROOF)
         except (OSError, lmdb.Error) as error:
-            self.disk.troubles.begins(storage_trouble.PROOF, error)
-            kind = NoRoomError if storage_trouble.is_full(error) else StorageFailedError
+            self.disk.troubles.begins(Failing.PROOF, error)
+            kind = NoRoomError if is_full(error) else StorageFailedError
             raise kind(
                 f"nothing can be numbered: the store could not be written: {words_of(error)}",
                 hint="writing resumes by itself when the store can be written",
@@ -729,13 +725,13 @@ class BucketService:
                 self.disk.traffic.commits.add(time.perf_counter() - began)
                 self.disk.traffic.syncs.add(self.disk.journal.sync_seconds)
                 self.disk.counters.journalled_bytes += written
-                self.disk.troubles.ends(storage_trouble.JOURNAL)
+                self.disk.troubles.ends(Failing.JOURNAL)
                 self.bucket.stalled = False
                 return True
             except StorageFailedError as error:
                 self.fail(error)
             except OSError as error:
-                self.disk.troubles.begins(storage_trouble.JOURNAL, error)
+                self.disk.troubles.begins(Failing.JOURNAL, error)
                 self.bucket.stalled = True
                 if self.disk.stopping:
                     words = f"the journal could not be written: {words_of(error)}"

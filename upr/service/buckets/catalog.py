@@ -19,7 +19,6 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA
 from upr.engine.recovery import Undo
-from upr.service import storage_trouble
 from upr.service.buckets.bucket_service import (
     LOST_HINT,
     BucketService,
@@ -30,7 +29,7 @@ from upr.service.buckets.room import DiskRoom, WaitingRoom
 from upr.service.buckets.serving import not_active
 from upr.service.clock import Clock
 from upr.service.overload.process import buckets_max
-from upr.service.storage_trouble import words_of
+from upr.service.storage_trouble import Failing, words_of
 from upr.storage.blocks import COMPRESSIONS
 from upr.storage.directory import OWNER_FILE, DataDirectory, Stored, read_standing, write_standing
 from upr.storage.journal import Journal
@@ -777,11 +776,11 @@ class Catalog:
             host.look_at_room()
             try:
                 await host.check_files()
-                host.disk.troubles.ends(storage_trouble.FILES)
+                host.disk.troubles.ends(Failing.FILES)
             except BucketGoneError:
                 continue
             except OSError as error:
-                host.disk.troubles.begins(storage_trouble.FILES, error)
+                host.disk.troubles.begins(Failing.FILES, error)
 
     def _start(self, host: BucketService) -> None:
         assert self._on_failure is not None

@@ -35,10 +35,10 @@ from upr.engine.compaction import (
     purge_limits,
     small_ones,
 )
-from upr.service import storage_trouble
 from upr.service.buckets.disk_threads import Disk
 from upr.service.buckets.keepers import finish_even_if_cancelled, pause
 from upr.service.buckets.room import merge_room
+from upr.service.storage_trouble import Failing, words_of
 from upr.storage.blocks import BlockRange, Head, Replacement
 from upr.storage.compact import (
     Direct,
@@ -155,9 +155,9 @@ class Compactor:
             try:
                 async with self.turn:
                     await self._merge(partitions)
-                self._disk.troubles.ends(storage_trouble.MERGE)
+                self._disk.troubles.ends(Failing.MERGE)
             except (OSError, lmdb.Error, NoRoomError) as error:
-                self._disk.troubles.begins(storage_trouble.MERGE, error)
+                self._disk.troubles.begins(Failing.MERGE, error)
                 if isinstance(error, lmdb.PanicError):
                     return
                 self.note(partitions)
@@ -493,7 +493,7 @@ class Compactor:
             return await self.rewrite(whole, examined)
         except (OSError, lmdb.Error) as error:
             raise StorageFailedError(
-                f"partition {whole.partition} could not be written: {storage_trouble.words_of(error)}",
+                f"partition {whole.partition} could not be written: {words_of(error)}",
                 hint="see the server's log",
                 retriable=True,
             ) from error
@@ -527,7 +527,7 @@ class Compactor:
                 except (DataDamagedError, CorruptBlockError) as error:
                     self.damaged({partition: error})
                 except (OSError, lmdb.Error, NoRoomError, StorageFailedError) as error:
-                    self._disk.troubles.begins(storage_trouble.PURGE, error)
+                    self._disk.troubles.begins(Failing.PURGE, error)
                     failed = True
                     if isinstance(error, NoRoomError):
                         break
@@ -535,7 +535,7 @@ class Compactor:
                     log.error("purging failed", extra={"partition": partition, "error": str(error)})
                 await self.rest(min(time.monotonic() - started, REST_SECONDS_MAX))
             if not failed:
-                self._disk.troubles.ends(storage_trouble.PURGE)
+                self._disk.troubles.ends(Failing.PURGE)
 
 
 def _is_direct(heads: Sequence[Head]) -> bool:

@@ -11,8 +11,8 @@ import lmdb
 from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket, FlushPlan
-from upr.service import storage_trouble
 from upr.service.buckets.disk_threads import Disk
+from upr.service.storage_trouble import Failing
 from upr.storage.compact import FlushSlice, Merged
 from upr.storage.keyspace import ProducerNumbers
 
@@ -116,11 +116,11 @@ class Flusher:
             flushed = await self.flush(wanted=wanted)
             self._flushed = self._disk.clock.now()
             self.map_full = False
-            self._disk.troubles.ends(storage_trouble.FLUSH)
+            self._disk.troubles.ends(Failing.FLUSH)
             return flushed
         except (OSError, lmdb.Error) as error:
             self.map_full = isinstance(error, lmdb.MapFullError)
-            self._disk.troubles.begins(storage_trouble.FLUSH, error)
+            self._disk.troubles.begins(Failing.FLUSH, error)
             self._disk.changed()
             if self._bucket.failure is not None:
                 self._gave_up = True

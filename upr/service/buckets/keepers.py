@@ -25,9 +25,8 @@ from upr.engine.consumers import Consumers, Save, rows_of
 from upr.engine.cuts import Cut
 from upr.engine.groups import NEVER, Owners, fenced
 from upr.engine.producers import ProducerCall
-from upr.service import storage_trouble
 from upr.service.buckets.disk_threads import Disk
-from upr.service.storage_trouble import Troubles
+from upr.service.storage_trouble import Failing, Troubles, words_of
 from upr.storage.keyspace import ConsumerRow, CutRow, ProducerRow
 from upr_protocol.errors import (
     CutNotFoundError,
@@ -213,13 +212,13 @@ class CutKeeper:
         try:
             await self._disk.in_store_thread(store)
         except (OSError, lmdb.Error) as error:
-            self._disk.troubles.begins(storage_trouble.CUTS, error)
+            self._disk.troubles.begins(Failing.CUTS, error)
             raise StorageFailedError(
-                f"cuts could not be stored: {storage_trouble.words_of(error)}",
+                f"cuts could not be stored: {words_of(error)}",
                 hint="see the server's log",
                 retriable=True,
             ) from error
-        self._disk.troubles.ends(storage_trouble.CUTS)
+        self._disk.troubles.ends(Failing.CUTS)
         self._stored()
 
     def _begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
@@ -340,7 +339,7 @@ class ConsumerSaver:
             raise fenced(f"consumer {shown(save.name)} was forgotten meanwhile")
         if save.failure is not None:
             raise StorageFailedError(
-                f"the positions could not be stored: {storage_trouble.words_of(save.failure)}",
+                f"the positions could not be stored: {words_of(save.failure)}",
                 hint="save them again",
                 retriable=True,
             ) from save.failure
@@ -373,9 +372,9 @@ class ConsumerSaver:
         try:
             await self._write(rows)
         except (OSError, lmdb.Error) as error:
-            self._troubles.begins(storage_trouble.POSITIONS, error)
+            self._troubles.begins(Failing.POSITIONS, error)
             raise
-        self._troubles.ends(storage_trouble.POSITIONS)
+        self._troubles.ends(Failing.POSITIONS)
 
     def _done(self, task: "asyncio.Task[None]") -> None:
         del self._begun[task]
@@ -469,10 +468,10 @@ class ProducerKeeper:
         while not self._stopping.is_set():
             try:
                 await self.forget()
-                self._disk.troubles.ends(storage_trouble.PRODUCERS)
+                self._disk.troubles.ends(Failing.PRODUCERS)
             except (OSError, lmdb.Error) as error:
                 # Expiry can wait: the next round retries.
-                self._disk.troubles.begins(storage_trouble.PRODUCERS, error)
+                self._disk.troubles.begins(Failing.PRODUCERS, error)
             await pause(self._stopping, FORGET_SECONDS)
 
     async def forget(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import grpc
 
 from upr.config import TAIL_BYTES
-from upr.service.overload.process import anonymous_bytes, give_back_freed
+from upr.service.overload.process import give_back_freed, memory_bytes
 from upr.service.sight.counts import count_reason, refusals
 from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
 from upr_protocol.limits import (
@@ -262,7 +262,7 @@ class Intake:
 
     def held(self) -> int:
         """Return the process's anonymous memory without what tails hold above TAIL_BYTES."""
-        return anonymous_bytes() - max(self._tail_bytes() - TAIL_BYTES, 0)
+        return memory_bytes()[0] - max(self._tail_bytes() - TAIL_BYTES, 0)
 
     def look(self) -> int:
         """End calls if the process holds too much memory; return how much it holds."""

@@ -75,7 +75,6 @@ def connections_max(buckets: int, others: int = 0) -> int:
     return min(left, CONNECTIONS_MAX)
 
 
-_STATUS = Path("/proc/self/status")
 _STATM = "/proc/self/statm"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -106,31 +105,17 @@ def give_back_freed() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def anonymous_bytes() -> int:
-    """Return about how much anonymous memory the process holds, cheaply; 0 where there is no /proc."""
+def memory_bytes() -> tuple[int, int]:
+    """Return the process's anonymous and its mapped memory in bytes, cheaply; zeros where there is no /proc."""
     try:
         file = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return 0
+        return 0, 0
     try:
-        resident, shared = os.read(file, 128).split()[1:3]
+        resident, mapped = map(int, os.read(file, 128).split()[1:3])
     finally:
         os.close(file)
-    return (int(resident) - int(shared)) * _PAGE
-
-
-def memory_bytes() -> tuple[int, int]:
-    """Return the process's anonymous and its mapped memory in bytes; zeros where there is no /proc."""
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return 0, 0
-    fields = dict(line.split(":", 1) for line in lines)
-    anonymous, file, shared = (
-        int(fields.get(name, "0 kB").split()[0]) * 1024
-        for name in ("RssAnon", "RssFile", "RssShmem")
-    )
-    return anonymous, file + shared
+    return (resident - mapped) * _PAGE, mapped * _PAGE
 
 
 WHOLE_SECONDS: Final = 3600.0

@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from upr import __version__
 from upr.engine.consumers import Consumer
 from upr.engine.partitions import DEAD
-from upr.service import storage_trouble
 from upr.service.admin import Process, replicas_of
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
@@ -25,6 +24,7 @@ from upr.service.buckets.room import free_bytes
 from upr.service.overload.callers import Turns
 from upr.service.overload.process import BOUNDS_MS, memory_bytes
 from upr.service.sight.counts import BOUNDS_SECONDS, refusals
+from upr.service.storage_trouble import Failing
 from upr_protocol.limits import METRICS_CONSUMERS
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -101,19 +101,6 @@ BUCKET_COUNTERS: Final[dict[str, tuple[str, _Value]]] = {
     "upr_purged_tombstones": ("Tombstones purged.", lambda h: h.disk.counters.purged_tombstones),
 }
 """Counters of each bucket; ``_total`` is added to their names."""
-_PROBLEMS: Final = {
-    "journal": storage_trouble.JOURNAL,
-    "proof": storage_trouble.PROOF,
-    "flush": storage_trouble.FLUSH,
-    "room": storage_trouble.ROOM,
-    "merge": storage_trouble.MERGE,
-    "purge": storage_trouble.PURGE,
-    "positions": storage_trouble.POSITIONS,
-    "cuts": storage_trouble.CUTS,
-    "files": storage_trouble.FILES,
-    "producers": storage_trouble.PRODUCERS,
-}
-"""Label of each trouble -> what the log calls it."""
 
 
 class _Page:
@@ -344,11 +331,11 @@ class Metrics:
         for reason, count in traffic.ended.items():
             words = "Follow calls that ended."
             page.counter("upr_follow_ends", words, count, bucket=name, reason=reason)
-        for problem, what in _PROBLEMS.items():
+        for what in Failing:
             for title, counts in (("begun", troubles.begun), ("ended", troubles.ended)):
                 words = f"Storage troubles that have {title}."
                 title = f"upr_problems_{title}"
-                page.counter(title, words, counts[what], bucket=name, problem=problem)
+                page.counter(title, words, counts[what], bucket=name, problem=what.name.lower())
         for title, words, durations in (
             ("upr_commit_seconds", "Time until a commit is durable.", traffic.commits),
             ("upr_fsync_seconds", "The part of it that fdatasync takes.", traffic.syncs),
