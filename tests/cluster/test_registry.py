@@ -9,7 +9,7 @@ import pytest
 
 from upr.cluster.map import Buckets, MapRows
 from upr.cluster.registry import Bucket, Entry, Found, Map, Place, decode_node, encode_node
-from upr.service.buckets.serving import not_active
+from upr.service.buckets.bucket_service import not_active
 from upr_protocol.errors import (
     InvalidArgumentError,
     PartitionNotActiveError,

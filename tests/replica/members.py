@@ -59,7 +59,7 @@ class Member:
     async def flush(self) -> None:
         host = self.host
         while host.bucket.tail.first < host.bucket.tail.end:
-            await host.flush()
+            await host.flusher.flush(wanted=True)
 
     async def begin_join(self) -> None:
         """Be as if a join had begun, and nothing of it had come yet."""

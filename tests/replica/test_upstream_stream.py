@@ -151,7 +151,7 @@ async def test_what_was_whole_when_a_join_began_is_all_that_is_relied_on_also_af
     await host.journalled(host.bucket.tail.end - 1)
     assert marked(host) == (2, 5)
     while host.bucket.tail.first < host.bucket.tail.end:
-        await host.flush()
+        await host.flusher.flush(wanted=True)
     await host.close()
     host = await opened()
     assert marked(host) == (2, 5)

@@ -272,7 +272,7 @@ async def test_positions_that_are_reset_begin_where_a_start_would(tmp_path: Path
         for i in range(6):
             await writer.write([(some_keys(P, 6)[i], b"v")])
             if i == 2:
-                await host.flush()
+                await host.flusher.flush(wanted=True)
         _, rows = await read(await client.follow())
         assert await beginnings(host, [P, Q], None) == {P: 6, Q: 0}
         for seqno, time in rows:

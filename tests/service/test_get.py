@@ -171,10 +171,10 @@ async def test_a_key_that_is_written_stored_and_merged_behind_the_search_is_foun
         writer = await client.writer("")
         await host.compactor.turn.acquire()
         await writer.write([(keys[0], b"old")])
-        await host.flush()
+        await host.flusher.flush(wanted=True)
         for i in range(40):
             await writer.write([(keys[1], b"%d" % i)])
-            await host.flush()
+            await host.flusher.flush(wanted=True)
         bites = 0
         bite = StoreSearch.bite
         reached, go = threading.Event(), threading.Event()
@@ -193,7 +193,7 @@ async def test_a_key_that_is_written_stored_and_merged_behind_the_search_is_foun
         await until(reached.is_set)
         # The newest blocks were looked through; the key moves up there, and goes from below.
         await writer.write([(keys[0], b"new")])
-        await host.flush()
+        await host.flusher.flush(wanted=True)
         # As a large merge does, which writes only the blocks anew that lose rows.
         left = block_of(P, 0, [], end=1, horizon=42, time=0)
         await host.disk.in_store_thread(
@@ -216,7 +216,7 @@ async def test_a_flush_between_tail_and_store_loses_nothing(
         host = server._catalog.find("default")
         writer = await client.writer("")
         await writer.write([(keys[0], b"stored")])
-        await host.flush()
+        await host.flusher.flush(wanted=True)
         await writer.write([(keys[1], b"in the tail")])
         step = asyncio.Event()
         in_reader = host.disk.in_reader
@@ -225,7 +225,7 @@ async def test_a_flush_between_tail_and_store_loses_nothing(
             result = await in_reader(call)
             if not step.is_set():
                 step.set()
-                await host.flush()
+                await host.flusher.flush(wanted=True)
             return result
 
         monkeypatch.setattr(host.disk, "in_reader", slowly)

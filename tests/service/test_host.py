@@ -541,7 +541,7 @@ async def test_a_bucket_that_failed_leaves_no_proof_though_all_is_stored(folder:
     host = started(BucketService(folder, config(folder)))
     written = await host.write(rows(b"a"), b"", None, 0)
     await host.durable(written.entry)
-    assert await host.flush()
+    assert await host.flusher.flush(wanted=True)
     host.bucket.fail(StorageFailedError("a task of the bucket failed"))
     assert not await host.close()
     again = BucketService(folder, config(folder))

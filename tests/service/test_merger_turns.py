@@ -77,7 +77,7 @@ async def compacted_by_hand(folder: Path) -> AsyncIterator[BucketService]:
 async def flush(host: BucketService, rows: Rows) -> None:
     block = build_block(list(rows), list(rows.values()))
     await host.durable((await host.write(block, b"", None, 0)).entry)
-    assert await host.flush()
+    assert await host.flusher.flush(wanted=True)
 
 
 async def compact(host: BucketService) -> list[int]:

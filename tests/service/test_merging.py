@@ -239,7 +239,7 @@ async def test_followers_of_every_kind_beside_merging_and_purging(
 async def write_and_flush(host: BucketService, keys: list[bytes]) -> None:
     block = build_block(keys, [b"v" for _ in keys])
     await host.durable((await host.write(block, b"", None, 0)).entry)
-    assert await host.flush()
+    assert await host.flusher.flush(wanted=True)
 
 
 @pytest.mark.asyncio

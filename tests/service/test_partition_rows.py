@@ -188,7 +188,7 @@ async def test_no_flush_and_no_restart_of_a_catch_up_loses_a_marker(
         for i, (start, end, top) in enumerate(told):
             await receive(host, part_of(start, end, top))
             if mask >> i & 1:
-                assert await host.flush()
+                assert await host.flusher.flush(wanted=True)
         for _ in range(2):
             table = host.bucket.partitions
             found = (

@@ -60,7 +60,7 @@ async def test_who_comes_back_knows_what_was_written_and_stored(host: BucketServ
     for number in (3, 7):
         await host.durable((await host.write(row(b"a"), b"p", first, number)).entry)
     host.bucket.close_producer(first)
-    while await host.flush():
+    while await host.flusher.flush(wanted=True):
         pass
     assert not host.bucket.knows_producer(b"p")
 
@@ -80,7 +80,7 @@ async def test_the_content_of_a_place_is_stored(host: BucketService) -> None:
     for number in numbers:
         await host.durable((await host.write(row(b"a"), b"p", first, number)).entry)
     host.bucket.close_producer(first)
-    while await host.flush():
+    while await host.flusher.flush(wanted=True):
         pass
     assert set(host.disk.store.producer_rows(b"p")) == {partition_of(b"a"), 1024, 1024 + 1023}
 
@@ -120,7 +120,7 @@ async def test_what_was_flushed_while_the_store_was_asked_is_not_missed(
     await asyncio.to_thread(reading.wait, WAIT_SECONDS)
     await host.durable(written.entry)
     host.bucket.close_producer(other)
-    while await host.flush():
+    while await host.flusher.flush(wanted=True):
         pass
     assert not host.bucket.knows_producer(b"p")
     go_on.set()
@@ -271,7 +271,7 @@ async def test_a_number_that_was_told_during_a_flush_is_not_replaced(
         put_flush(store, *flushed)
 
     monkeypatch.setattr(Store, "put_flush", told_before)
-    assert await host.flush()
+    assert await host.flusher.flush(wanted=True)
     assert host.disk.store.producer_rows(b"p")[partition].number == 9
 
 

@@ -60,7 +60,7 @@ async def write(host: BucketService, rows: Sequence[tuple[bytes, bytes | None]])
     assert commit is not None
     assert await host._append(commit)
     host.bucket.commit_done(commit)
-    assert await host.flush()
+    assert await host.flusher.flush(wanted=True)
 
 
 def ends(host: BucketService, partition: int = P) -> list[int]:

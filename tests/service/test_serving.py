@@ -9,7 +9,7 @@ from tests.harness import WAIT_SECONDS, pass_turns
 from tests.service.bucket_state import started
 from tests.service.test_host import Script, opening, rows
 from upr.service import key_value
-from upr.service.buckets import serving
+from upr.service.buckets import bucket_service
 from upr.service.buckets.catalog import Catalog
 from upr.service.key_value import KeyValueMethods
 from upr.service.overload.intake import Intake
@@ -105,7 +105,7 @@ async def test_an_answer_is_not_handed_over_once_another_may_serve(
 async def test_what_lasts_is_refused_and_what_was_numbered_is_unknown_after_a_step_down(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(bucket_service, "MAY_SECONDS", 0.05)
     host = started(catalog.find("default"))
     written = await host.write(rows(b"a"), b"", None, 0)
     catalog.may_serve = lambda: False
@@ -113,8 +113,8 @@ async def test_what_lasts_is_refused_and_what_was_numbered_is_unknown_after_a_st
         await host.write(rows(b"b"), b"", None, 0)
     with pytest.raises(PartitionNotActiveError):
         catalog.check_active()
-    waiting = asyncio.create_task(host.serving.until_answered(written))
-    monkeypatch.setattr(serving, "WAIT_SECONDS", 10 * WAIT_SECONDS)
+    waiting = asyncio.create_task(host.until_answered(written))
+    monkeypatch.setattr(bucket_service, "MAY_SECONDS", 10 * WAIT_SECONDS)
     late = asyncio.create_task(host.write(rows(b"c"), b"", None, 0))
     await asyncio.sleep(0)
     await host.step_down(fenced=False)

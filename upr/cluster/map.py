@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from upr.cluster.registry import Bucket, Found, Map, Place, Registry
-from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.catalog import Catalog, new_version
-from upr.service.buckets.serving import not_active
+from upr.service.buckets.bucket_service import BucketService, new_id, not_active
+from upr.service.buckets.catalog import Catalog
 from upr_protocol.errors import (
     AlreadyExistsError,
     BucketNotFoundError,
@@ -142,7 +141,7 @@ class Buckets:
             # First: a replica may not have heard of a drop.
             self._catalog.check_active()
             self._catalog.check_new(name, compression)
-            new = Bucket(name, new_version(), compression, quota)
+            new = Bucket(name, new_id(), compression, quota)
 
             def with_it(known: Map) -> Map:
                 if new in known.buckets:

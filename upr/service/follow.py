@@ -25,7 +25,7 @@ from upr.engine.streams import (
     FrameOut,
     too_slow,
 )
-from upr.service.buckets.bucket_service import BucketService, unreadable
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.calls import parsed
 from upr.service.conversation import PLAIN_AT_ONCE_BYTES, Conversation, Found, Outgoing
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, seconds_of_streams
@@ -35,6 +35,7 @@ from upr.service.overload.sending_room import Sender, SendingRoom
 from upr.service.replica_tables import TableFeed
 from upr.service.sight import traces
 from upr.service.sight.counts import count_reason
+from upr.service.storage_trouble import unreadable
 from upr.storage.search import StoredBeginning, search_time
 from upr.storage.store import ReadRequest
 from upr_protocol.errors import (

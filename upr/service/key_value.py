@@ -726,8 +726,7 @@ class _WriteCall:
                 await self._host.durable(written.entry)
                 if pending.copies > 0:
                     await self._host.replicated(written, pending.copies)
-                await self._host.serving.until_answered(written)
-            self._host.check_answer()
+                await self._host.until_answered(written)
         except TimeoutError:
             seconds, where = WRITE_OUTCOME_SECONDS, "durable"
             if pending.copies > 0:

@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import os
 import re
-import secrets
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -28,6 +27,7 @@ from upr.service.access.files import LOOK_SECONDS, Certificates, Watched
 from upr.service.access.identities import Identity
 from upr.service.access.rules import Access
 from upr.service.admin import AdminMethods, Process
+from upr.service.buckets.bucket_service import new_id
 from upr.service.buckets.catalog import Catalog
 from upr.service.change_stream import ChangeStreamMethods
 from upr.service.clock import ClockKeeper
@@ -219,7 +219,7 @@ class Server:
         except BaseException:
             self._directory.close()
             raise
-        server_id = 1 + secrets.randbelow(2**64 - 1)
+        server_id = new_id()
         callers = Callers()
         self._intake = Intake(lambda: sum(one.bucket.tail.bytes for one in self._catalog.hosts))
         self._changes = ChangeStreamMethods(

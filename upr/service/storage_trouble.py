@@ -13,7 +13,7 @@ from typing import Final
 
 import lmdb
 
-from upr_protocol.errors import NoRoomError, StorageFailedError, UprError
+from upr_protocol.errors import DataDamagedError, NoRoomError, StorageFailedError, UprError
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,11 @@ def words_of(error: BaseException) -> str:
         # The text is "what: why", and "what" can be a path.
         return str(error).rsplit(": ", 1)[-1]
     return f"{type(error).__name__} in the server"
+
+
+def unreadable(error: BaseException) -> DataDamagedError:
+    """Return the error of what cannot be read because of another one; it may pass."""
+    return DataDamagedError(f"the store cannot be read: {words_of(error)}", retriable=True)
 
 
 def is_full(error: BaseException) -> bool:

@@ -129,9 +129,9 @@ def _accept(
     """Make the partitions active, in one transaction; returns what was done."""
     from upr import failpoints
     from upr.engine import recovery
-    from upr.service.buckets.bucket_service import new_failover_id
+    from upr.service.buckets.bucket_service import new_id
 
-    recovery.accept_loss(result, ends, new_failover_id, FAILOVER_LOG_MAX)
+    recovery.accept_loss(result, ends, new_id, FAILOVER_LOG_MAX)
     kept = {loss["partition"]: loss["kept"] for loss in losses}
     released = _cuts_above(store.cuts(), kept)
     failpoints.hit("accept.before_commit")

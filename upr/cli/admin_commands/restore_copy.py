@@ -30,7 +30,7 @@ def recovered(
 ) -> "tuple[Recovered, int]":
     """Recover a bucket in memory; return that, and how many bytes of its journal were torn. See ``recover`` and ``replay``."""
     from upr.engine.recovery import recover
-    from upr.service.buckets.bucket_service import new_failover_id
+    from upr.service.buckets.bucket_service import new_id
     from upr.service.clock import Clock
     from upr.storage.journal import Journal
 
@@ -40,7 +40,7 @@ def recovered(
             store.heads,
             journal.replay(needed=needed),
             proven=proven,
-            new_id=new_failover_id,
+            new_id=new_id,
             now=Clock().now(),
             # How many the server is told to keep is not known here: it drops the oldest when it adds one itself.
             log_records=FAILOVER_LOG_MAX,

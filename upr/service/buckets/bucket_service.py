@@ -1,7 +1,6 @@
-"""The service of one bucket: numbers, commits and reads, with the engine on the event loop and the disk in threads.
+"""The service of one bucket: numbers, commits and reads.
 
-The engine decides on the loop, a thread does the I/O, and the loop gets the result. One thread owns
-the journal, one makes the store's write transactions, two read.
+The engine decides on the event loop, a thread of the ``Disk`` does the I/O, and the loop gets the result.
 """
 
 import asyncio
@@ -39,10 +38,9 @@ from upr.service.buckets.keepers import (
     expire_consumers,
 )
 from upr.service.buckets.room import ROOM_AGAIN_BYTES, DiskRoom, WaitingRoom, check_map
-from upr.service.buckets.serving import Serving, not_active
 from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.clock import Clock
-from upr.service.storage_trouble import Failing, is_full, words_of
+from upr.service.storage_trouble import Failing, is_full, unreadable, words_of
 from upr.storage.journal import Commit, NumberedWrite
 from upr.storage.read import read_blocks
 from upr.storage.search import TailKeys
@@ -51,10 +49,9 @@ from upr.storage.undone import write_undone
 from upr_protocol.block import OP_DELETE, Block
 from upr_protocol.errors import (
     BucketGoneError,
-    DataDamagedError,
     InvalidArgumentError,
     NoRoomError,
-    ShuttingDownError,
+    PartitionNotActiveError,
     StorageFailedError,
     UnavailableError,
     UnknownOutcomeError,
@@ -67,22 +64,32 @@ from upr_protocol.wire.codec import decode_block
 log = logging.getLogger(__name__)
 
 LOST_HINT = "put it back in its place and restart the server"
+MAY_SECONDS = 2.0
+"""Longest wait of a write that is not numbered while it is not known whether another server is the active one."""
 _RETRY_SECONDS = 0.25
 _QUOTA_SECONDS = 1.0
 
 
-def new_failover_id() -> int:
-    """Draw a failover id: 64 random bits, never 0."""
+def new_id() -> int:
+    """Draw the id of a failover, a version or a server: 64 random bits, never 0."""
     return 1 + secrets.randbelow(FAILOVER_ID_MAX)
 
 
-def unreadable(error: BaseException) -> DataDamagedError:
-    """Return the error of what cannot be read because of another one; it may pass."""
-    return DataDamagedError(f"the store cannot be read: {words_of(error)}", retriable=True)
+def not_active(owner: str) -> PartitionNotActiveError:
+    """Return the refusal of what only the active server does; ``owner`` is its HOST:PORT, empty if it is not known."""
+    return PartitionNotActiveError(
+        "this server is not the active one of its set",
+        hint="ask the active one, which 'upr-admin topology' shows, or read with read_from=\"any\"",
+        retriable=True,
+        owner=owner,
+    )
 
 
-def only_deletes(block: Block) -> bool:
-    return bool(block.ops) and block.ops.count(OP_DELETE) == len(block.ops)
+def _unknown(why: str) -> UnknownOutcomeError:
+    return UnknownOutcomeError(
+        why,
+        hint="send it again, to the server that is active, with its number to learn the outcome",
+    )
 
 
 class BucketService:
@@ -128,6 +135,9 @@ class BucketService:
         none when cuts were."""
         self.table_changes = 0
         """Number of times that rows of consumers or cuts were stored since the start."""
+        self.may_serve: Callable[[], bool] = lambda: True
+        """Returns whether nobody else can be the active one at this moment. It is looked at after the last wait: before a
+        write is numbered, and before it is answered."""
         self.in_set: Callable[[], bool] = lambda: False
         """Returns whether other servers of a set are known."""
         self.promised: Callable[[], int] = lambda: 0
@@ -148,7 +158,6 @@ class BucketService:
         self._quota_at = 0.0
         self.undone = 0
         self.bucket = bucket = self._recover(disk.identity)
-        self.serving = Serving(bucket, disk)
         self.upstream_state = self._new_upstream_state() if self._replica else None
         positions = bucket.consumer_positions
         positions.load(disk.store.consumers())
@@ -184,16 +193,14 @@ class BucketService:
             self.disk.store.heads,
             self.disk.journal.replay(needed=proof is None),
             proven=None if proof is None else proof.highs,
-            new_id=new_failover_id,
+            new_id=new_id,
             now=self.disk.clock.now(),
             log_records=self._config.failover_log_records,
             replica=self._replica,
             undo=self._undo,
             whole=self.disk.store.joining() if self._replica else None,
         )
-        released: list[bytes] = []
-        if self._undo:
-            released = self._keep_undone(identity, result)
+        released = self._keep_undone(identity, result) if self._undo else []
         if result.aside:
             # Store this first: after the rest is stored, a flush may drop the journal.
             failpoints.hit("recovery.before_aside")
@@ -214,8 +221,7 @@ class BucketService:
         if self._config.data_moved:
             told = "a copied proof was accepted" if moved else "it was not needed"
             result.notes.append(f"--data-moved was given, and {told}: take it away again")
-        torn = self.disk.journal.torn_bytes
-        if torn:
+        if torn := self.disk.journal.torn_bytes:
             result.notes.append(f"{torn} bytes at the journal's end are no whole record: cut off")
         for note in result.notes:
             log.warning("recovery", extra={"bucket": identity.name, "note": note})
@@ -236,11 +242,10 @@ class BucketService:
             for data in store.blocks(partition, [end])
         )
         tail = (entry.block() for entry in entries)
-        # DIR/buckets/<version>
-        folder = self.folder.parent.parent
+        directory = self.folder.parent.parent
         markers = {p: max(int(result.complete[p]), one.seqno) for p, one in self._undo.items()}
         now = self.disk.clock.now()
-        self.undone = write_undone(folder, identity, chain(blocks, tail), markers, now)
+        self.undone = write_undone(directory, identity, chain(blocks, tail), markers, now)
         if self.undone:
             result.notes.append(f"{self.undone} mutations were undone; upr-admin undone lists them")
         return [
@@ -254,26 +259,23 @@ class BucketService:
     def start(self, on_failure: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Begin committing and flushing; ``on_failure`` is awaited when ``problem`` may have changed."""
         self._on_failure = on_failure
-        self._tasks = [
-            asyncio.create_task(self._commit_loop(), name="committer"),
-            asyncio.create_task(self.flusher.run(), name="flusher"),
-            asyncio.create_task(self.compactor.run(), name="compactor"),
-            asyncio.create_task(self.compactor.sweep(), name="purger"),
-            asyncio.create_task(
-                expire_consumers(
-                    self.disk, self.bucket, self._config.consumer_seconds, self.compactor.rest
-                ),
-                name="expiry of consumers",
+        works = {
+            "committer": self._commit_loop(),
+            "flusher": self.flusher.run(),
+            "compactor": self.compactor.run(),
+            "purger": self.compactor.sweep(),
+            "expiry of consumers": expire_consumers(
+                self.disk, self.bucket, self._config.consumer_seconds, self.compactor.rest
             ),
-            asyncio.create_task(self.acknowledged.run(self._closing), name="saver of consumers"),
-            asyncio.create_task(self.cuts.run(), name="keeper of cuts"),
-            asyncio.create_task(
-                end_leases(self.bucket.owners, self._closing), name="keeper of leases"
-            ),
-            asyncio.create_task(self.producers.run(), name="keeper of producers"),
-        ]
-        for task in self._tasks:
+            "saver of consumers": self.acknowledged.run(self._closing),
+            "keeper of cuts": self.cuts.run(),
+            "keeper of leases": end_leases(self.bucket.owners, self._closing),
+            "keeper of producers": self.producers.run(),
+        }
+        for name, work in works.items():
+            task = asyncio.create_task(work, name=name)
             task.add_done_callback(self._task_ended)
+            self._tasks.append(task)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """Fail the bucket: without its committer or flusher it must not take writes."""
@@ -360,12 +362,8 @@ class BucketService:
             ProtocolError, StorageFailedError: see ``Bucket.receive``.
         """
         bucket, needed = self.bucket, len(data) + block.runs.nbytes
-        while (bucket.proven or self._is_short_of(needed)) and not self.disk.stopping:
-            if bucket.failure is not None:
-                break
-            await self._until_room(needed)
-        if self.disk.stopping:
-            raise self.disk.gone or ShuttingDownError("the server is stopping")
+        await self._until_room(needed)
+        self.disk.check_open()
         before = bucket.tail.bytes
         if bucket.failure is None:
             check_map(self.disk.store, before + needed, is_full=self.flusher.map_full)
@@ -411,7 +409,7 @@ class BucketService:
         logs = {p: table.logs[p] for p in np.flatnonzero(table.state != DEAD).tolist()}
         for partition, seqno in records.items():
             logs[partition] = logs[partition].with_record(
-                new_failover_id(), seqno, self.failover_log_records, epoch=epoch
+                new_id(), seqno, self.failover_log_records, epoch=epoch
             )
         bucket.begin_adopting(logs, dict.fromkeys(logs, epoch))
         rows = {p: (ACTIVE, epoch, int(table.purge[p]), log) for p, log in logs.items()}
@@ -467,8 +465,7 @@ class BucketService:
             p: (REPLICA, int(table.epoch[p]), int(table.purge[p]), table.logs[p]) for p in active
         }
         try:
-            if self.bucket.tail.end > self.bucket.tail.durable:
-                await self.journalled(self.bucket.tail.end - 1)
+            await self.journalled(self.bucket.tail.end - 1)
             # Behind a quota that is being stored: that is acknowledged, and the next owner asks for it afterwards.
             await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows))
         except (StorageFailedError, OSError, lmdb.Error):
@@ -493,7 +490,7 @@ class BucketService:
     @property
     def _is_lapsed(self) -> bool:
         """Whether it is active here, and may be active elsewhere."""
-        return not (self._replica or self.serving.may())
+        return not (self._replica or self.may_serve())
 
     def check_active(self) -> None:
         """Raise PartitionNotActiveError on a replica: what it stored by itself would be nowhere else."""
@@ -514,9 +511,25 @@ class BucketService:
             elif self.bucket.proven:
                 await self._clear_proof()
             elif self._is_lapsed:
-                await self.serving.until_may()
+                await self._until_may_serve()
             else:
                 break
+
+    async def _until_may_serve(self) -> None:
+        """Wait while another server may be the active one.
+
+        Raises:
+            PartitionNotActiveError: that lasts for MAY_SECONDS.
+        """
+        term = self.bucket.copies.term
+        try:
+            async with asyncio.timeout(MAY_SECONDS):
+                while not self.may_serve() and not self.disk.stopping:
+                    await self.disk.next_change()
+                    if term != self.bucket.copies.term:
+                        return
+        except TimeoutError:
+            raise not_active("") from None
 
     def _check_values(self, block: Block) -> None:
         """Raise unless each value is within --max-value-bytes; the protocol's limit was checked before."""
@@ -530,16 +543,17 @@ class BucketService:
                 )
 
     def _check_quota(self, block: Block, pending: int) -> None:
-        if self.disk.quota.exceeded(pending) and not only_deletes(block):
-            self._look_at_quota()
-            raise self.disk.quota.error(pending)
-
-    def _look_at_quota(self) -> None:
-        """Check whether compaction made room, once a second while writes are refused."""
+        if not self.disk.quota.exceeded(pending):
+            return
+        only_deletes = 0 < len(block.ops) == block.ops.count(OP_DELETE)
+        if only_deletes:
+            return
+        # Compaction may have made room since.
         now = asyncio.get_running_loop().time()
         if now >= self._quota_at:
             self._quota_at = now + _QUOTA_SECONDS
             self.disk.refresh_quota()
+        raise self.disk.quota.error(pending)
 
     async def set_quota(self, limit: int) -> None:
         """Set the quota in bytes, durably; 0 for none."""
@@ -644,7 +658,7 @@ class BucketService:
     @property
     def may_answer(self) -> bool:
         """Whether writes may be acknowledged: as far as this server knows nobody else can be the active one."""
-        return not self._fenced and self.serving.may()
+        return not self._fenced and self.may_serve()
 
     def check_answer(self) -> None:
         """Raise UnknownOutcomeError where another server is active, or may be."""
@@ -664,23 +678,38 @@ class BucketService:
         self.bucket.waiting_for_copies += 1
         try:
             while not self.bucket.is_stable(written, copies):
-                if self.disk.gone is not None:
-                    raise self.disk.gone
-                if self.bucket.failure is not None:
-                    raise self.bucket.failure.with_traceback(None)
-                why = ""
-                if written.term != self.bucket.copies.term:
-                    why = "this server stepped down before replicas acknowledged the write"
-                elif self._without_copies:
-                    why = "the server is stopping: replicas acknowledge nothing more to it"
-                if why:
-                    raise UnknownOutcomeError(
-                        why,
-                        hint="send it again, to the server that is active, with its number to learn the outcome",
+                self._check_works()
+                self._check_term(written, "replicas acknowledged the write")
+                if self._without_copies:
+                    raise _unknown(
+                        "the server is stopping: replicas acknowledge nothing more to it"
                     )
                 await self.disk.next_change()
         finally:
             self.bucket.waiting_for_copies -= 1
+
+    async def until_answered(self, written: Written) -> None:
+        """Wait until a write may be answered: nobody else can be the active one when this returns.
+
+        Raises:
+            StorageFailedError, BucketGoneError: as ``durable``.
+            UnknownOutcomeError: this server stepped down.
+        """
+        while not self.may_serve():
+            self._check_works()
+            self._check_term(written, "the write was acknowledged")
+            await self.disk.next_change()
+        self.check_answer()
+
+    def _check_works(self) -> None:
+        if self.disk.gone is not None:
+            raise self.disk.gone
+        if self.bucket.failure is not None:
+            raise self.bucket.failure.with_traceback(None)
+
+    def _check_term(self, written: Written, what: str) -> None:
+        if written.term != self.bucket.copies.term:
+            raise _unknown(f"this server stepped down before {what}")
 
     def give_up_copies(self) -> None:
         """Have writes wait for replicas no more, because the calls of these end."""
@@ -690,10 +719,7 @@ class BucketService:
     async def journalled(self, entry: int) -> None:
         """Wait until a tail entry is on disk, whether or not this server is active; see ``durable``."""
         while self.bucket.tail.durable <= entry:
-            if self.disk.gone is not None:
-                raise self.disk.gone
-            if self.bucket.failure is not None:
-                raise self.bucket.failure.with_traceback(None)
+            self._check_works()
             await self.disk.next_change()
 
     # Committing
@@ -762,10 +788,6 @@ class BucketService:
         )
         if lost and self.disk.gone is None:
             self.fail(StorageFailedError(lost, hint=LOST_HINT))
-
-    async def flush(self) -> bool:
-        """Store the durable part of the tail, and drop it; False if there was none."""
-        return await self.flusher.flush(wanted=True)
 
     # Reading
 
@@ -848,25 +870,24 @@ class BucketService:
         await self.compactor.finish()
         await self.cuts.finish()
         await self.acknowledged.finish()
-        clean = False
         try:
-            clean = await self._finish()
+            return await self._finish()
         except (OSError, lmdb.Error, UprError) as error:
             log.error(
                 "shutdown is not clean",
                 extra={"bucket": self.bucket.identity.name, "error": str(error)},
             )
+            return False
         finally:
             # In a thread, as above: where the flush failed a part of it may still be merged.
             await asyncio.to_thread(self.close_files)
-        return clean
 
     async def _finish(self) -> bool:
         tail = self.bucket.tail
         if self.bucket.failure is not None:
             return False
         failpoints.hit("shutdown.before_flush")
-        while await self.flush():
+        while await self.flusher.flush(wanted=True):
             pass
         if tail.first != tail.end:
             # Numbered rows could not be stored: write no proof of a clean shutdown.

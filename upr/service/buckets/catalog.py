@@ -22,11 +22,11 @@ from upr.engine.recovery import Undo
 from upr.service.buckets.bucket_service import (
     LOST_HINT,
     BucketService,
-    new_failover_id,
+    new_id,
+    not_active,
 )
 from upr.service.buckets.keepers import finish_even_if_cancelled
 from upr.service.buckets.room import DiskRoom, WaitingRoom
-from upr.service.buckets.serving import not_active
 from upr.service.clock import Clock
 from upr.service.overload.process import buckets_max
 from upr.service.storage_trouble import Failing, words_of
@@ -90,7 +90,7 @@ def create_bucket(
         active: whether the partitions are; otherwise they are pending.
     """
     state = ACTIVE if active else PENDING
-    version = version or new_version()
+    version = version or new_id()
     identity = Identity(check_name(name, "bucket"), version, compression)
     folder = directory.new_bucket(identity.version)
     try:
@@ -102,7 +102,7 @@ def create_bucket(
                 0,
                 0,
                 0,
-                FailoverLog.born(new_failover_id(), epoch=epoch),
+                FailoverLog.born(new_id(), epoch=epoch),
                 served_epoch=epoch if state == ACTIVE else 0,
             )
             for partition in range(PARTITIONS)
@@ -119,10 +119,6 @@ def create_bucket(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def new_version() -> int:
-    return 1 + secrets.randbelow(2**64 - 1)
 
 
 class Ordered(Protocol):
@@ -306,7 +302,7 @@ class Catalog:
                 hint="move one of them out of the data directory",
             )
         self._hosts[name] = host
-        host.serving.may = lambda: self.may_serve()
+        host.may_serve = lambda: self.may_serve()
         host.in_set = lambda: bool(self.servers())
         host.promised = lambda: self.standing.standing.epoch
         host.bucket.partitions.owner = self.owner
