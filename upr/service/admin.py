@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import lmdb
@@ -18,6 +18,7 @@ from upr.engine.streams import POSITIONS_RESET
 from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.keepers import is_connected
 from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.calls import chosen_partitions, loop_micros
 from upr.service.clock import Clock
@@ -122,7 +123,7 @@ def _consumer_info(name: str, consumer: Consumer, bucket: Bucket) -> admin.Consu
     group = bucket.owners.group(name)
     return admin.ConsumerInfo(
         name=name,
-        connected=name in bucket.consumers or (group is not None and group.has_calls),
+        connected=is_connected(bucket, name),
         generation=max(consumer.generation, bucket.owners.generation(name)),
         last_ack_time=consumer.last_ack_time,
         partitions=int(consumer.known.sum()),
@@ -251,12 +252,9 @@ def replicas_of(bucket: Bucket) -> list[admin.ReplicaStatus]:
             consumer = bucket.consumer_positions.get(options.consumer)
             behind = 0
             if consumer is not None:
-                acknowledged = consumer.passed(bucket.partitions.newest_id)
-                behind = int(
-                    (
-                        bucket.partitions.high - np.minimum(acknowledged, bucket.partitions.high)
-                    ).sum()
-                )
+                high = bucket.partitions.high
+                passed = np.minimum(consumer.passed(bucket.partitions.newest_id), high)
+                behind = int((high - passed).sum())
             found.append(
                 admin.ReplicaStatus(
                     directory=options.directory,
@@ -526,7 +524,7 @@ class AdminMethods:
     ) -> admin.GetStorageResponse:
         """Return a bucket's use of the disk, and the work of compaction."""
         host = self._catalog.find(request.bucket)
-        bucket, counters = host.bucket, host.disk.counters
+        bucket = host.bucket
         contents = Contents()
         for first in range(0, PARTITIONS, PARTITIONS_AT_ONCE):
             await host.disk.in_reader(partial(look_through, host, first, contents))
@@ -541,15 +539,7 @@ class AdminMethods:
             rows=int(contents.rows.sum()),
             block_bytes=int(contents.block_bytes.sum()),
             unmerged_bytes=int(contents.unmerged_bytes.sum()),
-            ingested_bytes=counters.ingested_bytes,
-            journalled_bytes=counters.journalled_bytes,
-            flushed_bytes=counters.flushed_bytes,
-            merge_input_bytes=counters.merge_input_bytes,
-            merge_output_bytes=counters.merge_output_bytes,
-            merge_input_rows=counters.merge_input_rows,
-            merge_output_rows=counters.merge_output_rows,
-            merge_seconds=counters.merge_seconds,
-            purged_tombstones=counters.purged_tombstones,
+            **asdict(host.disk.counters),
             partitions_to_merge=host.compactor.waiting,
             compression=bucket.identity.compression,
         )

@@ -504,8 +504,8 @@ async def expire_consumers(
 ) -> None:
     """Expire unused consumers, until ``rest`` returns False; the next save removes their rows."""
     while await rest(min(seconds / EXPIRY_LOOKS, EXPIRY_LOOK_SECONDS_MAX)):
-        groups = {name for name in bucket.owners if _has_calls(bucket, name)}
-        before, used = disk.clock.before(int(seconds * 1e6)), bucket.consumers.keys() | groups
+        before, names = disk.clock.before(int(seconds * 1e6)), [*bucket.consumers, *bucket.owners]
+        used = {name for name in names if is_connected(bucket, name)}
         for name in bucket.consumer_positions.expire(before, disk.clock.now(), used):
             log.info(
                 "a consumer is forgotten, nobody has used it for long",
@@ -513,6 +513,7 @@ async def expire_consumers(
             )
 
 
-def _has_calls(bucket: Bucket, name: str) -> bool:
-    group = bucket.owners.group(name)
-    return group is not None and group.has_calls
+def is_connected(bucket: Bucket, consumer: str) -> bool:
+    """Return whether a consumer, or a member of it, has an open call."""
+    group = bucket.owners.group(consumer)
+    return consumer in bucket.consumers or (group is not None and group.has_calls)

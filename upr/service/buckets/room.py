@@ -173,12 +173,11 @@ class Quota:
 class WaitingRoom:
     """Bytes of the writes that wait to be numbered, in all buckets of a server.
 
-    Attributes:
-        large, small: waiting bytes, counted apart so that large writes leave room for small ones.
+    Small writes are counted apart, so that large ones leave room for them.
     """
 
     def __init__(self) -> None:
-        self.large = self.small = 0
+        self._held = {True: 0, False: 0}
 
     @contextmanager
     def waiting(self, size: int) -> Iterator[None]:
@@ -187,24 +186,15 @@ class WaitingRoom:
         Raises:
             TooManyError: too many bytes wait.
         """
-        if size <= SMALL_WRITE_BYTES:
-            _check_waiting(self.small, size, SMALL_WAITING_BYTES_MAX)
-            self.small += size
-        else:
-            _check_waiting(self.large, size, WAITING_BYTES_MAX)
-            self.large += size
+        small = size <= SMALL_WRITE_BYTES
+        limit = SMALL_WAITING_BYTES_MAX if small else WAITING_BYTES_MAX
+        if self._held[small] + size > limit:
+            raise TooManyError(
+                f"waiting writes would be {self._held[small] + size} bytes; must be at most {limit}",
+                hint="retry after a moment",
+            )
+        self._held[small] += size
         try:
             yield
         finally:
-            if size <= SMALL_WRITE_BYTES:
-                self.small -= size
-            else:
-                self.large -= size
-
-
-def _check_waiting(held: int, size: int, limit: int) -> None:
-    if held + size > limit:
-        raise TooManyError(
-            f"waiting writes would be {held + size} bytes; must be at most {limit}",
-            hint="retry after a moment",
-        )
+            self._held[small] -= size

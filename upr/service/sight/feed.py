@@ -38,6 +38,7 @@ from upr.service.admin import (
 )
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.keepers import is_connected
 from upr.service.buckets.room import free_bytes
 from upr.service.overload.callers import Turns
 from upr.service.overload.process import memory_bytes
@@ -49,6 +50,7 @@ from upr.service.sight.metrics import (
     SHARE,
     Shared,
     charge,
+    counted_streams,
 )
 from upr.service.sight.web import Answer, Page, Request
 from upr_protocol.errors import (
@@ -179,12 +181,7 @@ class _View:
 
     def _pieces(self) -> Iterator[bytes]:
         host, bucket = self._host, self._host.bucket
-        streams = from_store = 0
-        for number, follower in enumerate(list(bucket.followers)):
-            if number % AT_ONCE == AT_ONCE - 1:
-                yield b""
-            counts = follower.stream_counts()
-            streams, from_store = streams + counts[0], from_store + counts[1]
+        streams, from_store = yield from counted_streams(bucket)
         replicas = [_message(one) for one in replicas_of(bucket)]
         yield b""
         lags: list[tuple[int, str, Consumer | None]] = []
@@ -295,7 +292,7 @@ def _consumer(host: BucketService, lag: int, name: str, consumer: Consumer | Non
         "name": name,
         "lag": lag,
         "partitions": 0 if consumer is None else int(consumer.known.sum()),
-        "connected": name in bucket.consumers or (group is not None and group.has_calls),
+        "connected": is_connected(bucket, name),
         "members": None if group is None else len(group),
         "idle_seconds": None if idle is None else idle / 1e6,
     }

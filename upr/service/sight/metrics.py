@@ -8,13 +8,14 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from upr import __version__
+from upr.engine.bucket import Bucket
 from upr.engine.consumers import Consumer
 from upr.engine.partitions import DEAD
 from upr.service.admin import Process, replicas_of
@@ -248,10 +249,8 @@ class Metrics:
         for host in self._catalog.hosts:
             self._add_bucket(page, host)
             yield b""
-            for _ in _add_followers(page, host):
-                yield b""
-            for _ in _add_consumers(page, host):
-                yield b""
+            yield from _add_followers(page, host)
+            yield from _add_consumers(page, host)
         for damaged in self._catalog.damaged:
             page.gauge("upr_bucket_up", BUCKET_GAUGES["upr_bucket_up"][0], 0, bucket=damaged.name)
         yield page.text()
@@ -375,30 +374,37 @@ class Metrics:
             page.counter("upr_replica_undone_rows", words, upstream_state.undone, bucket=name)
 
 
-def _add_followers(page: _Page, host: BucketService) -> Iterator[None]:
-    """Add streams and replicas; yield now and then."""
-    name, streams, from_store = host.bucket.identity.name, 0, 0
-    for number, follower in enumerate(list(host.bucket.followers)):
+def counted_streams(bucket: Bucket) -> Generator[bytes, None, tuple[int, int]]:
+    """Return how many streams are open, and how many of them read the store; yield now and then."""
+    streams = from_store = 0
+    for number, follower in enumerate(list(bucket.followers)):
         if number % AT_ONCE == AT_ONCE - 1:
-            yield
+            yield b""
         counts = follower.stream_counts()
         streams, from_store = streams + counts[0], from_store + counts[1]
+    return streams, from_store
+
+
+def _add_followers(page: _Page, host: BucketService) -> Iterator[bytes]:
+    """Add streams and replicas; yield now and then."""
+    name = host.bucket.identity.name
+    streams, from_store = yield from counted_streams(host.bucket)
     page.gauge("upr_streams", "Open streams.", streams, bucket=name)
     words = "Open streams that read the store, because they are behind the tail."
     page.gauge("upr_streams_from_store", words, from_store, bucket=name)
-    yield
+    yield b""
     for replica in replicas_of(host.bucket):
         words = "Mutations that a replica has not acknowledged."
         page.gauge("upr_peer_lag_rows", words, replica.lag, bucket=name, peer=replica.address)
 
 
-def _add_consumers(page: _Page, host: BucketService) -> Iterator[None]:
+def _add_consumers(page: _Page, host: BucketService) -> Iterator[bytes]:
     """Add the consumers that are furthest behind; yield now and then."""
     bucket = host.bucket
     lags: list[tuple[int, str, Consumer]] = []
     for number, (consumer_name, consumer) in enumerate(list(bucket.consumer_positions)):
         if number % AT_ONCE == AT_ONCE - 1:
-            yield
+            yield b""
         lags.append((int(consumer.behind(bucket.partitions.high).sum()), consumer_name, consumer))
     page.gauge("upr_consumers", "Registered consumers.", len(lags), bucket=bucket.identity.name)
     now = host.disk.clock.now()

@@ -13,6 +13,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Final
 from urllib.parse import parse_qsl
 
@@ -36,18 +37,6 @@ _HARDENING: Final = (
     "Cross-Origin-Resource-Policy: same-origin\r\nX-Content-Type-Options: nosniff\r\n"
 )
 _HEAD: Final = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]\r\n")
-_REASONS: Final = {
-    200: "OK",
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +266,7 @@ def _say(writer: asyncio.StreamWriter, method: str, answer: Answer) -> None:
         answer.status, ""
     )
     head = (
-        f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}\r\n"
+        f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\n"
         f"Content-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(answer.body)}\r\n"
         f"{allow}{_HARDENING}Cache-Control: no-store\r\nConnection: close\r\n\r\n"
