@@ -146,31 +146,23 @@ RULES: Final[Mapping[str, Rule]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Permit:
-    """Permit of one call; ``end`` ends the call when its identity has lost what it was admitted by.
+    """Permit of one call; ``_end`` ends the call when its identity has lost what it was admitted by.
 
     Attributes:
-        ended: whether it was ended so.
         identity: of the caller, as it is in the file of identities now.
+        ended: whether it was ended so.
     """
 
-    def __init__(
-        self,
-        method: str,
-        peer: str,
-        rule: Rule,
-        identity: Identity,
-        may_destroy: bool,
-        end: Callable[[], object] | None = None,
-    ) -> None:
-        self.ended = False
-        self._method = method
-        self._peer = peer
-        self._rule = rule
-        self.identity = identity
-        self._may_destroy = may_destroy
-        self._end = end
-        self._checked: tuple[str, Collection[str]] | None = None
+    _method: str
+    _peer: str
+    _rule: Rule
+    identity: Identity
+    _may_destroy: bool
+    _end: Callable[[], object] | None = None
+    ended: bool = False
+    _checked: tuple[str, Collection[str]] | None = None
 
     def producer(self, name: str) -> bytes:
         """Return the name under which a caller's producer is kept.

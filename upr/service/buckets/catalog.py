@@ -532,7 +532,8 @@ class Catalog:
                 await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
             else:
                 break
-        task = asyncio.create_task(self._create(name, compression, version, quota, active))
+        make = functools.partial(self._create_now, name, compression, version, quota, active)
+        task = asyncio.create_task(self._create(name, make))
         self._creating[name] = task
         return await finish_even_if_cancelled(task)
 
@@ -540,19 +541,19 @@ class Catalog:
     def _count(self) -> int:
         return len(self._hosts) + len(self._damaged) + len(self._creating)
 
-    async def _create(
-        self, name: str, compression: str, version: int, quota: int, active: bool
-    ) -> BucketService:
+    async def _create(self, name: str, make: Callable[[], BucketService]) -> BucketService:
         try:
-            make = functools.partial(self._create_now, name, compression, version, quota, active)
             host = await asyncio.to_thread(make)
         finally:
             del self._creating[name]
+        log.info("bucket created", extra={"bucket": name})
+        await self._serve(host)
+        return host
+
+    async def _serve(self, host: BucketService) -> None:
         self._add(host)
         self._start(host)
-        log.info("bucket created", extra={"bucket": name})
         await self._tell_health()
-        return host
 
     def _create_now(
         self, name: str, compression: str, version: int, quota: int, active: bool
@@ -632,9 +633,7 @@ class Catalog:
             del self._reopening[name], self._creating[name]
         if host.upstream_state is not None:
             host.upstream_state.undone += undone
-        self._add(host)
-        self._start(host)
-        await self._tell_health()
+        await self._serve(host)
         if failure is not None:
             words = f"nothing of bucket {shown(name)} could be undone: {words_of(failure)}"
             raise StorageFailedError(words, retriable=True) from failure

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
@@ -408,21 +409,19 @@ _PAUSE_SECONDS = 0.02
 _WAIT_SECONDS = 5.0
 
 
+@dataclass(frozen=True, slots=True)
 class ProducerKeeper:
     """Keeper of producers: opens those of a bucket, and expires them.
 
     Args:
-        flush: called to request a flush.
-        stopping: set when ``run`` is to return.
+        _flush: called to request a flush.
+        _stopping: set when ``run`` is to return.
     """
 
-    def __init__(
-        self, disk: Disk, bucket: Bucket, flush: Callable[[], None], stopping: asyncio.Event
-    ) -> None:
-        self._disk = disk
-        self._bucket = bucket
-        self._flush = flush
-        self._stopping = stopping
+    _disk: Disk
+    _bucket: Bucket
+    _flush: Callable[[], None]
+    _stopping: asyncio.Event
 
     async def open(self, name: bytes) -> ProducerCall:
         """Return a call of a producer, loaded from the store if necessary.

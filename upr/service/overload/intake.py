@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -84,6 +85,7 @@ def _ended(reading: asyncio.Future[Any]) -> None:
         reading.exception()
 
 
+@dataclass(slots=True, eq=False)
 class _Peer:
     """A connection.
 
@@ -94,11 +96,10 @@ class _Peer:
         calls: those for which messages may arrive.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.delivered = 0
-        self.base = 0
-        self.calls: set[Arriving] = set()
+    name: str
+    delivered: int = 0
+    base: int = 0
+    calls: "set[Arriving]" = field(default_factory=set)
 
 
 class Arriving:
