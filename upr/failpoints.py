@@ -9,8 +9,7 @@
 
 ``name=number:PATH``, for a name of NUMBERS, has the number in the file PATH added there, 0 without the file.
 
-Imports nothing of this project; anyone may import it. Names are listed in NAMES and NUMBERS; another one is refused, so
-that a test cannot arm a place that no longer exists.
+Another name than those of NAMES and NUMBERS is refused, so that a test cannot arm a place that no longer exists.
 """
 
 import contextlib

@@ -185,10 +185,7 @@ class Process:
     """State of the server process.
 
     Attributes:
-        server_id: random, drawn at each start.
         follow_calls, write_calls: return how many calls are open.
-        text_port: returns the state of the text port, None without one.
-        delays: how late the event loop was.
         problems: returns what is wrong with the server beside its buckets.
         part: returns its part in its set of servers; None for a server that is always alone.
         troubles: returns what is wrong with that, by kind; None where nothing is. ``problems`` has it too.
@@ -354,7 +351,6 @@ class AdminMethods:
     async def DropBucket(
         self, request: admin.DropBucketRequest, context: Context
     ) -> admin.DropBucketResponse:
-        """Remove a bucket with its data; see ``Catalog.drop``."""
         self._catalog.check_active()
         known = request.HasField("version")
         version = await self._catalog.ordered.drop(request.name, request.version if known else None)
@@ -522,7 +518,6 @@ class AdminMethods:
     async def GetStorage(
         self, request: admin.GetStorageRequest, context: Context
     ) -> admin.GetStorageResponse:
-        """Return a bucket's use of the disk, and the work of compaction."""
         host = self._catalog.find(request.bucket)
         bucket = host.bucket
         contents = Contents()

@@ -175,7 +175,6 @@ class ChangeStreamMethods:
     """Methods of ChangeStreamService.
 
     Args:
-        server_id: random, drawn at each start of the server.
         heartbeat_seconds: for clients that ask for none.
         reader_seconds: longest time that a consumer's connection may accept nothing while data waits.
     """

@@ -32,7 +32,6 @@ class Health:
         self._buckets: set[str] = set()
 
     async def serving(self) -> None:
-        """Report all services as serving."""
         await self._tell(dict.fromkeys(("", *self._services), _answer(True)))
 
     async def tell(self, *, writes: bool, buckets: Mapping[str, bool]) -> None:
@@ -69,7 +68,6 @@ class Health:
                 watched.notify_all()
 
     async def shut_down(self) -> None:
-        """Report all services as not serving."""
         self.servicer._gracefully_shutting_down = True
         await self._tell(dict.fromkeys(self.servicer._server_status, _answer(False)))
 

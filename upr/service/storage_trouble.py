@@ -54,7 +54,6 @@ def unreadable(error: BaseException) -> DataDamagedError:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error means a lack of room."""
     if isinstance(error, lmdb.MapFullError | lmdb.DiskError | NoRoomError):
         return True
     return words_of(error).startswith(_FULL)
@@ -88,7 +87,6 @@ class Troubles:
     """Troubles of one bucket's storage, which may pass.
 
     Args:
-        bucket: its name.
         changed: called when one begins or ends.
 
     Attributes:
@@ -106,7 +104,6 @@ class Troubles:
         return what in self._now
 
     def begins(self, what: Failing, error: BaseException) -> None:
-        """Record a failure; log the first one."""
         words, full = words_of(error), is_full(error)
         known = self._now.get(what)
         if known is not None:
@@ -121,7 +118,6 @@ class Troubles:
         self._changed()
 
     def ends(self, what: Failing) -> None:
-        """Record a success, which ends the trouble if there was one."""
         known = self._now.pop(what, None)
         if known is None:
             return

@@ -79,7 +79,6 @@ class Identity:
 
 
 def everything(name: str) -> Identity:
-    """Return an identity with all roles for all buckets."""
     return Identity(name, dict.fromkeys(ROLES))
 
 
@@ -135,7 +134,6 @@ def _malformed(words: str) -> UprError:
 
 
 def _parsed(line: str) -> Identity | None:
-    """Return the identity of a line; None for none."""
     if not line.strip() or line.lstrip().startswith("#"):
         return None
     try:
@@ -236,9 +234,8 @@ def add_identity(
     """Add an identity to a file, which is made when it is not there; return its new token.
 
     Args:
-        roles: as those of ``Identity``.
+        roles, prefixes: as those of ``Identity``.
         certificate: with one, the identity has no token, and "" is returned.
-        prefixes: beginnings of the keys that the roles are for; empty for all keys.
 
     Raises:
         AlreadyExistsError: there is one of that name.

@@ -335,7 +335,6 @@ class Access:
 
     @property
     def has_identities(self) -> bool:
-        """Whether callers are known."""
         return self.watched is not None or self._certificates
 
     def admit(self, method: str, context: Any, end: Callable[[], object] | None = None) -> Permit:
@@ -363,10 +362,9 @@ class Access:
         return permit
 
     def viewer(self, page: str, peer: str, shown: str, *, everything: bool) -> Identity | None:
-        """Return who an Authorization header lets see a page; None, and a line in the log, if nobody.
+        """Return who an Authorization header lets see a page, of all buckets with ``everything``; None if nobody.
 
-        Args:
-            everything: whether the page is about all buckets, and not about those of its viewer.
+        The log tells of who is refused.
         """
         if not self.has_identities:
             return ANYONE

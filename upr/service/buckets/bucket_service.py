@@ -96,11 +96,7 @@ class BucketService:
     """One open bucket.
 
     Args:
-        folder: its folder in the data directory.
-        config: tail and flush settings.
-        waiting: for the writes of all buckets together.
-        clock: the server's; by default a new one.
-        room: on the disk, shared by all buckets; None creates one.
+        waiting, clock, room: those of the server.
         undo: what a replica undoes, by partition; it is written to ``undone`` before it goes.
         replica: whether the server is not the active one of its set now: what was active waits, as a replica.
 
@@ -108,8 +104,7 @@ class BucketService:
         upstream_state: of a replica: how it follows its upstream; None otherwise.
 
     Raises:
-        DataDirectoryError: the store is of a newer format, or its compression is unknown here.
-        DataDamagedError: identity or journal are damaged.
+        DataDirectoryError, DataDamagedError: see ``Disk``.
     """
 
     def __init__(
@@ -286,11 +281,9 @@ class BucketService:
 
     @property
     def problem(self) -> UprError | None:
-        """Return the current problem of the bucket's storage; None without one."""
         return self.bucket.failure or self.disk.troubles.problem()
 
     def _tell(self) -> None:
-        """Report a change of ``problem`` to the health service."""
         if self._on_failure is not None:
             task = asyncio.create_task(self._on_failure())
             self._telling.add(task)
@@ -498,7 +491,6 @@ class BucketService:
             raise not_active(self.bucket.partitions.owner)
 
     def _is_short_of(self, needed: int) -> bool:
-        """Return whether the tail or the disk has no room for a write now."""
         return self.bucket.tail.bytes >= self._config.tail_bytes or needed > self.disk.room.left()
 
     async def _until_room(self, needed: int) -> None:

@@ -396,7 +396,6 @@ class Catalog:
 
     @property
     def hosts(self) -> list[BucketService]:
-        """All open buckets."""
         return list(self._hosts.values())
 
     @property
@@ -412,7 +411,7 @@ class Catalog:
 
     @property
     def fine(self) -> dict[str, bool]:
-        """Return by bucket whether its storage has no problem."""
+        """By bucket, whether its storage has no problem."""
         return {host.bucket.identity.name: host.problem is None for host in self.hosts} | {
             damaged.name: False for damaged in self.damaged
         }

@@ -133,14 +133,12 @@ class Compactor:
         return self._stopped.is_set()
 
     def note(self, partitions: Iterable[int]) -> None:
-        """Have partitions looked at."""
         problems = self._bucket.partitions.problems
         self._waiting.update(dict.fromkeys(p for p in partitions if p not in problems))
         if self._waiting:
             self._wanted.set()
 
     async def run(self) -> None:
-        """Merge until ``stop``."""
         # Work left by an earlier process is not urgent: clients that waited for the server come first.
         asyncio.get_running_loop().call_later(FIRST_LOOK_SECONDS, self.note, range(PARTITIONS))
         while not self.stopped:
@@ -337,7 +335,6 @@ class Compactor:
         return done
 
     async def _merge_large(self, one: BlockRange) -> None:
-        """Compare a large range, and write what lost enough anew."""
         try:
             await self.rewrite(one, await self.examine(one))
             self._settle(one)
@@ -351,7 +348,6 @@ class Compactor:
             self.damaged({one.partition: error})
 
     async def examine(self, one: BlockRange) -> Examined:
-        """Compare the keys of a range; see ``compact.examine``."""
         limits = purge_limits(self._bucket, *self._when())
         return await self.in_thread(lambda: examine(one, self._store.blocks, limits))
 

@@ -1,7 +1,7 @@
 """The disk of one open bucket: the threads that own its journal and store, and their trouble.
 
-One thread owns the journal, one makes the store's write transactions, two read. The bucket's background workers are
-handed a Disk.
+One thread owns the journal, one makes the store's write transactions, one merges what a flush stores, two read. The
+bucket's background workers are handed a Disk.
 """
 
 import asyncio
@@ -152,7 +152,6 @@ class Disk:
     # Threads
 
     async def in_store_thread(self, call: Callable[[], _T]) -> _T:
-        """Run a function in the thread that makes the store's transactions."""
         try:
             return await self._in(self._store_thread.run, call)
         except lmdb.PanicError as error:
@@ -161,7 +160,6 @@ class Disk:
             raise
 
     async def in_flush_thread(self, call: Callable[[], _T]) -> _T:
-        """Run a function in the thread that merges what a flush stores."""
         return await self._in(self._flush_thread.run, call)
 
     async def in_reader(self, call: Callable[[], _T]) -> _T:
@@ -169,7 +167,6 @@ class Disk:
         return await self._in(self._readers.run, call)
 
     async def in_journal_thread(self, call: Callable[[], _T]) -> _T:
-        """Run a function in the thread that owns the journal."""
         return await self._in(self._journal_thread.run, call)
 
     async def _in(
@@ -209,7 +206,6 @@ class Disk:
         self._waiting[future] = None
 
     def changed(self) -> None:
-        """Wake all that wait for a change."""
         waiting, self._waiting = self._waiting, {}
         for future in waiting:
             if not future.done():

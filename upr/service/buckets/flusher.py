@@ -60,12 +60,11 @@ class Flusher:
 
     @property
     def tail_limit(self) -> int:
-        """Return the most bytes of the tail: the configured limit, or less on a small disk."""
+        """Most bytes of the tail: the configured limit, or less on a small disk."""
         return min(self._tail_bytes, self._bucket.tail.bytes + max(self._disk.room.left(), 0))
 
     @property
     def begin_bytes(self) -> float:
-        """Return the tail's size at which a flush begins."""
         return self.tail_limit * FLUSH_FRACTION
 
     async def run(self) -> None:

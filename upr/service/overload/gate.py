@@ -48,7 +48,6 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
     ) -> Any:
-        """Return the method's handler with the gate around it."""
         handler = self._handlers.get(details.method)
         if handler is None:
             handler = await continuation(details)
@@ -90,7 +89,6 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 await abort(context, error)
 
         async def arrived(context: Context, opened: ExitStack, permit: Permit) -> Any:
-            """Receive, check, count and charge the request, and return it."""
             raw = await intake.receive(context, limit, name)
             if raw is None:
                 raise InvalidArgumentError(f"a {name} without a request")
@@ -153,7 +151,6 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 raise ended_error() from None
 
     def _streaming(self, name: str, handler: Any, method: str) -> Any:
-        """Return the handler of a method with many requests."""
         intake, callers = self._intake, self._callers
         serve = handler.stream_stream
         if not asyncio.iscoroutinefunction(serve):
@@ -185,8 +182,6 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
 
 def _writing(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Awaitable[None]]:
-    """Return a coroutine function of a method that yields its responses."""
-
     async def written(messages: Any, context: Context) -> None:
         async for response in method(messages, context):
             await context.write(response)

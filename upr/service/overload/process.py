@@ -171,7 +171,6 @@ class LoopDelays:
         self.longest_ms = max(self.longest_ms, late_ms)
 
     async def run(self) -> None:
-        """Sample until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + SAMPLE_SECONDS

@@ -28,7 +28,6 @@ class ServerSide:
     """What is known of the server's partition.
 
     Args:
-        log: its failover log.
         high_seqno: None when it is not known; then nothing counts as above it.
         purge_seqno: 0 when nothing was purged, or it is not known.
         active: whether it takes writes.
@@ -45,10 +44,6 @@ class Explanation:
     """The whole handshake of one client.
 
     Args:
-        partition: 0 to 1023.
-        position: the client's.
-        server: what was asked.
-        hello: the answer to its Hello.
         start: the answer to the Start it would send at once; None when Hello said to roll back.
         resume: where it resumes, None when nothing has to be rolled back.
         restart: the answer to the Start after that, None when there is none.
@@ -88,7 +83,6 @@ def explain(
     """Return what server and client would say and do.
 
     Args:
-        partition: only named in the result.
         at_record: the client also goes back to a marker at the seqno it was told, not only before it.
     """
 
@@ -134,7 +128,6 @@ def records_of(explanation: Explanation) -> tuple[FailoverRecord, ...]:
 
 
 def id_text(failover_id: int | None) -> str | None:
-    """Return an id as hex digits, None for none."""
     return None if failover_id is None else format_failover_id(failover_id)
 
 

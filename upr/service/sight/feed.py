@@ -131,7 +131,6 @@ class _Sizes:
         self.files: Document = {}
 
     def watch(self) -> None:
-        """Begin to look, if it is time for that."""
         if self._looking is None and time.monotonic() >= self._again:
             self._looking = asyncio.create_task(self._look())
 

@@ -114,7 +114,6 @@ class _Page:
         self._families: dict[str, list[str]] = {}
 
     def text(self) -> bytes:
-        """Return it, families in the order in which they came."""
         return "".join(itertools.chain.from_iterable(self._families.values())).encode()
 
     def _lines(self, name: str, kind: str, words: str) -> list[str]:
@@ -188,7 +187,6 @@ class Shared:
 
     @property
     def is_making(self) -> bool:
-        """Whether it is made just now."""
         return self._making is not None
 
     async def page(self) -> bytes:

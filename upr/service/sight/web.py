@@ -102,7 +102,6 @@ def allowed(request: Request, *, loopback: bool) -> bool:
 
 
 def _parsed(head: bytes, peer: str) -> Request | None:
-    """Return a request, None when the bytes are none."""
     found = _HEAD.match(head)
     if found is None:
         return None
@@ -162,7 +161,6 @@ class WebPort:
         self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Listen no more, and close all connections."""
         if self._server is not None:
             self._server.close()
         for task in list(self._open):

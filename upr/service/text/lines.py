@@ -165,7 +165,6 @@ def parse_token(word: str) -> int:
 
 
 def token_of(failover_id: int, seqno: int) -> int:
-    """Return the token of a place in a history."""
     return failover_id << SEQNO_BITS | seqno
 
 

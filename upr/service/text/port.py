@@ -65,7 +65,6 @@ class TextPort:
     """The connections of a server's text port.
 
     Args:
-        callers: counts them, as calls of the kind ``Text``.
         heartbeat_seconds: a PING is sent when nothing was sent for so long.
         reader_seconds: longest time that a connection may take nothing.
 
@@ -461,7 +460,6 @@ class Connection:
         feed.sent(lines)
 
     def _account(self, size: int = 0, *, is_sending: bool = False) -> None:
-        """Tell the room what is on its way: what is read, was read, and is sent."""
         size += sum([feed.held for feed in self._feeds.values()])
         self._port.room.hold(self._sending, size, sending=is_sending)
 
@@ -500,7 +498,6 @@ class Connection:
 
 
 def _ping() -> bytes:
-    """Return a PING line with the day's time in milliseconds."""
     return f"PING {time.time_ns() // 10**6}\n".encode()
 
 
