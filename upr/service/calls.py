@@ -35,7 +35,6 @@ async def read_open(intake: Intake, context: Context, request: Any, kind: str) -
 
     Args:
         request: the class of the call's messages.
-        kind: its name in errors.
 
     Raises:
         InvalidArgumentError: no message came within OPEN_SECONDS, or another one.

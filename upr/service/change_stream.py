@@ -74,11 +74,7 @@ def hello_answer(bucket: Bucket, asked: wire.HelloPartition, with_log: bool) -> 
 
 
 def lease_micros(seconds: float) -> int | None:
-    """Return a lease in microseconds, at least 1; None for 0, which means the default.
-
-    Raises:
-        InvalidArgumentError: it is below 0, above CUT_LEASE_SECONDS_MAX or not a number.
-    """
+    """Return a lease in microseconds, at least 1; None for 0, the default. InvalidArgumentError for one out of range."""
     if not 0 <= seconds <= CUT_LEASE_SECONDS_MAX or math.isnan(seconds):
         raise InvalidArgumentError(
             f"lease is {seconds} s; must be above 0 and at most {CUT_LEASE_SECONDS_MAX:.0f}",

@@ -143,21 +143,13 @@ class Clock:
             log.warning("the day's clock is near the server's again", extra=ahead)
 
     def before(self, age: int) -> int:
-        """Return the time an age ago: rows of that time, or earlier, have the age.
-
-        Args:
-            age: microseconds.
-        """
+        """Return the time an age of microseconds ago: rows of that time, or earlier, have the age."""
         moment = self.now() - age
         # Only times from before the jump are younger by it.
         return moment - self._jump if moment < self._since else moment
 
     def until(self, expires: int, lease: int) -> int:
-        """Return the end of a lease whose stored end an earlier server wrote.
-
-        Args:
-            lease: how long it is, microseconds.
-        """
+        """Return the end of a lease of microseconds whose stored end an earlier server wrote."""
         now = self.now()
         if not self._left or expires - lease >= self._since:
             return expires
@@ -215,11 +207,7 @@ def _crc(document: dict[str, Any]) -> str:
 
 
 class ClockKeeper:
-    """The clock of a server, and its file in the data directory: written at the start, now and then, and at the stop.
-
-    Attributes:
-        clock: the server's.
-    """
+    """The clock of a server, and its file in the data directory: written at the start, now and then, and at the stop."""
 
     def __init__(self, directory: DataDirectory, jump_seconds: float) -> None:
         self._directory = directory

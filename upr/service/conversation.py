@@ -130,11 +130,7 @@ _COPIES: Final = {
 
 
 def check_consumer(name: str) -> str:
-    """Return the name of a consumer that is no replica.
-
-    Raises:
-        InvalidArgumentError: it is empty or too long, or one of those of replicas.
-    """
+    """Return the name of a consumer; InvalidArgumentError if it is empty, too long, or one of those of replicas."""
     if name.startswith(REPLICAS_NAME):
         raise InvalidArgumentError(
             f"consumer is {shown(name)}; must not begin with {REPLICAS_NAME!r}, as those of replicas do"
@@ -262,18 +258,15 @@ class Conversation:
     """Conversation of one accepted call, a follower of the bucket until ``close``.
 
     Args:
-        liveness: of the call; times are seconds on its clock.
         wake: called when a message may be ready.
-        now: on the clock of ``liveness``.
+        now: on the clock of ``liveness``, in seconds.
 
     Raises:
         InvalidArgumentError, TooManyError: the consumer, or the member, cannot follow; see ``Bucket.add_follower``.
 
     Attributes:
-        follower: its streams.
         ending: why the call ends, None while it does not.
         over: whether Ended was sent, so that only the client's half-close is awaited.
-        starts: Starts that wait for a search of the store.
         waiting: the number of answers not sent yet.
     """
 
@@ -342,8 +335,7 @@ class Conversation:
         """Handle a message of the client; an invalid one ends the call.
 
         Args:
-            now: on the clock of ``liveness``.
-            now_micros: microseconds since the epoch.
+            now: on the clock of ``liveness``; ``now_micros`` is since the epoch.
         """
         self.liveness.heard(now)
         if self.ending is not None or not isinstance(request, wire.FollowRequest):

@@ -486,7 +486,6 @@ async def beginnings(
     seqno is above its partition's newest complete durable marker.
 
     Args:
-        partitions: 0 to 1023.
         time: microseconds since the epoch; None for now.
 
     Raises:

@@ -15,14 +15,11 @@ _TOLD_SECONDS: Final = 0.5
 
 
 class Health:
-    """Answers to health checks.
+    """Answers to health checks, of a ``servicer`` for gRPC.
 
     Args:
         services: full names of all services.
         writing: those that accept writes.
-
-    Attributes:
-        servicer: for registration with gRPC.
     """
 
     def __init__(self, services: Iterable[str], writing: Iterable[str]) -> None:

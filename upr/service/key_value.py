@@ -117,11 +117,7 @@ def _bite(in_tail: TailSearch, in_store: StoreSearch) -> bool:
 
 
 def written_seqnos(request: wire.GetRequest) -> list[WrittenSeqno]:
-    """Return what a Get is to wait for.
-
-    Raises:
-        InvalidArgumentError: it is too much, or out of range.
-    """
+    """Return what a Get is to wait for; InvalidArgumentError if it is too much, or out of range."""
     if len(request.at_least) > AT_LEAST_MAX:
         raise InvalidArgumentError(
             f"writes of a Get are {len(request.at_least)}; must be at most {AT_LEAST_MAX}"

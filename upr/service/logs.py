@@ -80,10 +80,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class EventLimit(logging.Filter):
-    """Limit of EVENTS_A_SECOND records of each event in a second, once it is ``on``.
-
-    Args:
-        clock: in seconds.
+    """Limit of EVENTS_A_SECOND records of each event in a second.
 
     Attributes:
         on: off before the server serves, so that a start is logged completely.

@@ -84,10 +84,7 @@ class Trouble:
 
 
 class Troubles:
-    """Troubles of one bucket's storage, which may pass.
-
-    Args:
-        changed: called when one begins or ends.
+    """Troubles of one bucket's storage, which may pass; ``changed`` is called when one begins or ends.
 
     Attributes:
         begun, ended: how often each began and ended.

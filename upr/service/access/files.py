@@ -58,7 +58,7 @@ def read_tls(cert: Path | None, key: Path | None, authority: Path | None) -> lis
 
 
 class Watched(Generic[_T]):
-    """A value that is made of files.
+    """A value that is made of files; a UprError if it cannot be made now.
 
     Args:
         what: names it in log and errors.
@@ -67,9 +67,6 @@ class Watched(Generic[_T]):
     Attributes:
         value: the newest one that could be made.
         problem: why the files that are there now cannot be used, if so.
-
-    Raises:
-        UprError: it cannot be made now.
     """
 
     def __init__(self, what: str, paths: Sequence[Path], load: Callable[[], _T]) -> None:

@@ -148,12 +148,7 @@ RULES: Final[Mapping[str, Rule]] = {
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """Permit of one call; ``_end`` ends the call when its identity has lost what it was admitted by.
-
-    Attributes:
-        identity: of the caller, as it is in the file of identities now.
-        ended: whether it was ended so.
-    """
+    """Permit of one call; ``_end`` ends the call when its identity, as it is in the file now, may not have it."""
 
     _method: str
     _peer: str
@@ -314,9 +309,6 @@ class Access:
         certificates: whether clients have certificates that were verified.
         open_admin: whether anyone may destroy where there are no identities.
 
-    Attributes:
-        watched: the file of identities, if there is one.
-
     Raises:
         UprError, OSError: the file cannot be read.
     """
@@ -398,11 +390,7 @@ class Access:
             permit.renew(self.watched.value)
 
     def _caller(self, context: Any, peer: str) -> Identity:
-        """Return who calls.
-
-        Raises:
-            UnauthenticatedError: a token was shown that nobody has.
-        """
+        """Return who calls; UnauthenticatedError for a token that nobody has."""
         if peer.startswith("unix:"):
             # No other Unix socket is listened on. Only its owner can connect, who could change the files as well.
             return OWNER

@@ -508,11 +508,7 @@ class BucketService:
                 break
 
     async def _until_may_serve(self) -> None:
-        """Wait while another server may be the active one.
-
-        Raises:
-            PartitionNotActiveError: that lasts for MAY_SECONDS.
-        """
+        """Wait while another server may be the active one; PartitionNotActiveError if that lasts for MAY_SECONDS."""
         term = self.bucket.copies.term
         try:
             async with asyncio.timeout(MAY_SECONDS):
@@ -558,11 +554,7 @@ class BucketService:
         self.disk.quota.limit = limit
 
     def _check_wait(self, needed: int) -> None:
-        """Raise unless a flush may free the room that a write needs.
-
-        Raises:
-            NoRoomError, StorageFailedError: it would not, or flushes fail.
-        """
+        """Raise NoRoomError or StorageFailedError unless a flush may free the room that a write needs."""
         for what in (Failing.FLUSH, Failing.JOURNAL):
             if what in self.disk.troubles:
                 raise self.disk.troubles.problem_of(what)

@@ -136,9 +136,7 @@ class DamagedBucket:
     """Bucket that could not be opened; nothing of it is served.
 
     Attributes:
-        name: its name, or its version as 16 hex digits if the name cannot be read.
-        version: as its folder says.
-        named: whether the name could be read.
+        name: its name, or its version as 16 hex digits where the name could not be read, so that it is not ``named``.
         problem: the error of every request for it.
     """
 
@@ -454,22 +452,14 @@ class Catalog:
         )
 
     def of(self, request: Any) -> BucketService:
-        """Return the bucket that a request names by ``bucket`` and, if it knows it, ``bucket_version``.
-
-        Raises:
-            BucketNotFoundError, BucketGoneError, UprError: see ``find``.
-        """
+        """Return the bucket that a request names by ``bucket`` and, if it knows it, ``bucket_version``; see ``find``."""
         known = request.HasField("bucket_version")
         return self.find(request.bucket, request.bucket_version if known else None)
 
     # Creating
 
     def check_new(self, name: str, compression: str = "") -> None:
-        """Raise what ``create`` does where a bucket cannot be made, as far as that is known before.
-
-        Raises:
-            InvalidArgumentError, AlreadyExistsError, TooManyError, ShuttingDownError: see ``create``.
-        """
+        """Raise what ``create`` does where a bucket cannot be made, as far as that is known before."""
         check_name(name, "bucket")
         if compression not in COMPRESSIONS:
             raise InvalidArgumentError(
@@ -652,11 +642,7 @@ class Catalog:
         return dict([*named, *((one.version, one.name) for one in self.damaged)])
 
     def version_of(self, name: str, version: int | None = None) -> int:
-        """Return the version of a bucket, which may be damaged.
-
-        Raises:
-            BucketNotFoundError, BucketGoneError: see ``find``.
-        """
+        """Return the version of a bucket, which may be damaged; raises what ``find`` does."""
         damaged = self._damaged.get(name)
         if damaged is None:
             return self.find(name, version).bucket.identity.version

@@ -32,10 +32,6 @@ class Worker:
     """Thread, or several, that run functions for event loops, in the order in which they are asked for.
 
     Each write waits for the journal's, and an executor's own work takes a tenth of a lone write's time.
-
-    Args:
-        name: of the threads, which start with the first function.
-        count: of the threads.
     """
 
     def __init__(self, name: str, count: int = 1) -> None:
@@ -46,11 +42,7 @@ class Worker:
         self._closed = False
 
     def run(self, call: Callable[[], _T]) -> "asyncio.Future[_T]":
-        """Run a function; the future has what it returns. If that is cancelled before its turn it is not run.
-
-        Raises:
-            RuntimeError: the worker was closed.
-        """
+        """Run a function; the future has what it returns. If that is cancelled before its turn it is not run."""
         if self._closed:
             raise RuntimeError(f"the {self._name} thread has ended")
         while len(self._threads) < self._count:
@@ -100,8 +92,6 @@ class Disk:
     """Journal and store of one open bucket.
 
     Args:
-        folder: the bucket's in the data directory.
-        room: on the disk, which all buckets share.
         tell: called when trouble with the storage begins or ends.
         fail: called when the storage has failed for good.
 

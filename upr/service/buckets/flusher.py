@@ -129,11 +129,7 @@ class Flusher:
             return False
 
     async def flush(self, *, wanted: bool) -> bool:
-        """Store the durable part of the tail, slice by slice, and drop it; False if there was none.
-
-        Args:
-            wanted: see ``Bucket.begin_flush``.
-        """
+        """Store the durable part of the tail, and drop it; False if there was none. See ``Bucket.begin_flush``."""
         plan = self._bucket.begin_flush(wanted=wanted)
         if plan is None:
             return False

@@ -86,7 +86,6 @@ class CutKeeper:
     Args:
         durable: waits until a tail entry is on disk.
         stored: called when a change is stored.
-        stopping: set when ``run`` is to return, and new cuts are refused.
     """
 
     def __init__(
@@ -155,11 +154,7 @@ class CutKeeper:
         return cut
 
     async def release(self, name: str) -> bool:
-        """Release a cut, durably; False if there was none.
-
-        Raises:
-            StorageFailedError: the store failed; the cut still exists.
-        """
+        """Release a cut, durably; False if there was none. After StorageFailedError it still exists."""
         self._expire()
         cut = self._cuts.remove(name)
         if cut is None:
@@ -246,9 +241,7 @@ class ConsumerSaver:
     """Saver of one bucket's consumers: stores their changes, one transaction after the other.
 
     Args:
-        consumers: whose.
         write: writes the rows that a function returns, in one transaction; calls it in the store thread.
-        troubles: receives the errors of storing them.
     """
 
     def __init__(
@@ -411,12 +404,7 @@ _WAIT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProducerKeeper:
-    """Keeper of producers: opens those of a bucket, and expires them.
-
-    Args:
-        _flush: called to request a flush.
-        _stopping: set when ``run`` is to return.
-    """
+    """Keeper of producers: opens those of a bucket, and expires them. ``_flush`` requests a flush."""
 
     _disk: Disk
     _bucket: Bucket

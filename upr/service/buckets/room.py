@@ -36,9 +36,6 @@ LOOK_SECONDS = 0.02
 class DiskRoom:
     """Room of the file system that all buckets of a server share, above the reserve.
 
-    Args:
-        path: of the data directory.
-
     Attributes:
         error: the error of measuring the disk; None if it worked.
     """
@@ -142,12 +139,7 @@ def merge_room(store: Store) -> int:
 
 
 class Quota:
-    """Quota of a bucket, on its store's pages in use and its tail together.
-
-    Attributes:
-        limit: in bytes, 0 for none.
-        used: bytes of the store's pages in use when they were last measured.
-    """
+    """Quota of a bucket, on its store's pages in use and its tail together; ``limit`` is in bytes, 0 for none."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -181,11 +173,7 @@ class WaitingRoom:
 
     @contextmanager
     def waiting(self, size: int) -> Iterator[None]:
-        """Let a write wait while the body runs.
-
-        Raises:
-            TooManyError: too many bytes wait.
-        """
+        """Let a write wait while the body runs; TooManyError if too many bytes wait."""
         small = size <= SMALL_WRITE_BYTES
         limit = SMALL_WAITING_BYTES_MAX if small else WAITING_BYTES_MAX
         if self._held[small] + size > limit:

@@ -183,9 +183,6 @@ class _Account:
 class Callers:
     """Calls of one server.
 
-    Args:
-        clock: in seconds, for the accounts.
-
     Attributes:
         turns: of the expensive requests of all peers.
     """
@@ -226,11 +223,7 @@ class Callers:
                     del self._open[key]
 
     async def pay(self, peer: str, seconds: float, size: int = 0) -> None:
-        """Charge an arriving request, and wait for its turn.
-
-        Args:
-            seconds: its approximate cost.
-            size: of the request, in bytes.
+        """Charge an arriving request its approximate cost, and wait for its turn.
 
         Raises:
             TooManyError: that would take WAIT_SECONDS or longer; nothing is charged.
@@ -284,11 +277,7 @@ class Callers:
         self._account(peer, large=True).take(size, self._clock())
 
     async def open_write(self, peer: str) -> None:
-        """Wait until a peer may open another Write call.
-
-        Raises:
-            TooManyError: that would take WAIT_SECONDS or longer.
-        """
+        """Wait until a peer may open another Write call; TooManyError if that would take WAIT_SECONDS or longer."""
         account, waited = self._account(peer, large=True), 0.0
         while (left := account.wait(self._clock())) > 0:
             if waited + left >= WAIT_SECONDS:

@@ -21,11 +21,7 @@ TIMER_SECONDS: Final = 0.001
 
 
 class Pace:
-    """Pace of rounds; the caller has the clock, in seconds.
-
-    Attributes:
-        interval: from the beginning of a round to that of the next, 0 to ROUND_SECONDS_MAX seconds.
-    """
+    """Pace of rounds; the caller has the clock. All in seconds; ``interval`` is from one beginning to the next."""
 
     def __init__(self) -> None:
         self.interval = 0.0

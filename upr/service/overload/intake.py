@@ -162,11 +162,7 @@ def shed_error() -> TooManyError:
 
 
 class Intake:
-    """Intake of a server.
-
-    Args:
-        tail_bytes: bytes in the tails of all buckets; called by any thread.
-    """
+    """Intake of a server; ``tail_bytes``, those in the tails of all buckets, is called by any thread."""
 
     def __init__(self, tail_bytes: Callable[[], int] = lambda: 0) -> None:
         self._tail_bytes = tail_bytes
@@ -358,10 +354,7 @@ class Intake:
 
 
 def received_by_peer() -> dict[str, int]:
-    """Return how many bytes each TCP connection of the process has received, by gRPC's name of its peer.
-
-    Empty if the system does not tell.
-    """
+    """Return the bytes that each TCP connection has received, by gRPC's name of its peer; empty if unknown."""
     return {name: received for name, _, received in _connections()}
 
 

@@ -52,11 +52,7 @@ def buckets_max() -> int:
 
 
 def connections_max(buckets: int, others: int = 0) -> int:
-    """Return the largest number of connections: the descriptors that journal and stores do not need.
-
-    Args:
-        buckets: the number open now.
-        others: descriptors that are kept for something else.
+    """Return the largest number of connections: the descriptors that journal, stores and ``others`` do not need.
 
     Raises:
         ListenError: it is below CONNECTIONS_MIN.

@@ -37,11 +37,7 @@ class Sender:
 
 @dataclass(slots=True, eq=False)
 class SendingRoom:
-    """The senders that share SENDING_BYTES; one message may exceed it.
-
-    Attributes:
-        held: bytes on their way, of all of them.
-    """
+    """The senders that share SENDING_BYTES; one message may exceed it. ``held`` is what all of them have on their way."""
 
     held: int = 0
     _holding: set[Sender] = field(default_factory=set)

@@ -19,12 +19,7 @@ OTHER: Final = "OTHER"
 
 
 class Durations:
-    """Histogram of durations.
-
-    Attributes:
-        counts: in each part; see BOUNDS_SECONDS.
-        seconds: all durations together.
-    """
+    """Histogram of durations in the parts of BOUNDS_SECONDS, and their sum."""
 
     __slots__ = ("counts", "seconds")
 

@@ -30,7 +30,6 @@ class ServerSide:
     Args:
         high_seqno: None when it is not known; then nothing counts as above it.
         purge_seqno: 0 when nothing was purged, or it is not known.
-        active: whether it takes writes.
     """
 
     log: FailoverLog
@@ -45,8 +44,7 @@ class Explanation:
 
     Args:
         start: the answer to the Start it would send at once; None when Hello said to roll back.
-        resume: where it resumes, None when nothing has to be rolled back.
-        restart: the answer to the Start after that, None when there is none.
+        resume, restart: where it resumes, and the answer to the Start there; None when nothing has to be rolled back.
     """
 
     partition: int

@@ -303,7 +303,6 @@ class Feed:
     Args:
         topology: returns what the server knows of its set, with why it waits if that may be told; None for a server that is
             always alone.
-        turns: of everything that has its share together.
     """
 
     def __init__(

@@ -171,10 +171,6 @@ def _braced(labels: dict[str, str]) -> str:
 class Shared:
     """Page that is made piece by piece, with turns for others in between, and once for all who ask meanwhile.
 
-    Args:
-        pieces: makes it anew; each piece takes a millisecond or so.
-        turns: of all pages that have their share together.
-
     Attributes:
         spent: CPU seconds that making it took so far.
     """
@@ -221,11 +217,7 @@ def charge(turns: Turns, spent: float) -> None:
 
 
 class Metrics:
-    """Metrics of one server.
-
-    Args:
-        turns: of everything that has its share together.
-    """
+    """Metrics of one server; ``turns`` are of everything that has its share together."""
 
     def __init__(
         self, catalog: Catalog, process: Process, ready: Callable[[], bool], turns: Turns

@@ -26,8 +26,6 @@ class CallTrace:
     """Spans of one call, begun in the order of its requests and ended in the order of their answers.
 
     Args:
-        name: of the spans.
-        bucket: an attribute of all of them.
         parent: the context that the first one goes on with; the others have a link to it.
     """
 
@@ -58,12 +56,7 @@ class CallTrace:
         self._open.append(span)
 
     def end(self, refused: str = "", **attributes: int) -> None:
-        """End the span of the oldest request.
-
-        Args:
-            refused: the reason of an error; empty for none.
-            attributes: what is known by now.
-        """
+        """End the span of the oldest request, with the reason for which it was refused, if it was."""
         span = self._open.popleft() if self._open else None
         if span is None:
             return

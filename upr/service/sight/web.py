@@ -41,12 +41,11 @@ _HEAD: Final = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]\r\n")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request for a page.
+    """Request for a page; of several query fields or headers of a name the last one counts.
 
     Attributes:
         path: without the query.
-        query: its fields by name; of several of a name the last.
-        headers: by name in lower case; of several of a name the last.
+        headers: by name in lower case.
         peer: the client's address, without the port.
     """
 
@@ -68,10 +67,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Page of the port.
+    """Page of the port, made of the request and of who asks.
 
     Attributes:
-        make: of the request, and of who asks.
         is_open: whether everyone may see it, so that it says serving or not and no more, or what every server says.
         about_all: whether it is about all buckets, and not about those that its viewer may see.
     """
@@ -120,7 +118,6 @@ class WebPort:
 
     Args:
         address: HOST:PORT; port 0 takes a free one.
-        pages: by path.
         viewer: returns who asks for a page that is not open to everyone; None refuses it.
     """
 
@@ -143,11 +140,7 @@ class WebPort:
         self.address = ""
 
     async def start(self) -> None:
-        """Listen, and set ``address`` to the bound one.
-
-        Raises:
-            ListenError: the address cannot be listened on.
-        """
+        """Listen, and set ``address`` to the bound one; ListenError if that is impossible."""
         host, _, port = self._listen.rpartition(":")
         try:
             self._server = await asyncio.start_server(

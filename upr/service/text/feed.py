@@ -60,11 +60,7 @@ class Lines(NamedTuple):
 class Feed:
     """Streams of a bucket that the connection of a peer follows, with stability ``disk``, until ``close``.
 
-    Args:
-        wake: called when there may be lines again.
-
     Attributes:
-        follower: the engine's part.
         is_gone: whether the bucket was dropped or opened again; a line said so.
     """
 

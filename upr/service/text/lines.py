@@ -89,11 +89,7 @@ class LineSplitter:
 
 
 def parse_command(line: bytes) -> Command | None:
-    """Return the command of a line; None for a blank one.
-
-    Raises:
-        InvalidArgumentError: it is none, or a value of it is out of its range.
-    """
+    """Return the command of a line, None for a blank one; InvalidArgumentError if it is none, or out of range."""
     try:
         kind, _, rest = line.decode().strip().partition(" ")
     except UnicodeDecodeError as error:
@@ -149,11 +145,7 @@ def _partition_of(word: str) -> int | None:
 
 
 def parse_token(word: str) -> int:
-    """Return a token.
-
-    Raises:
-        InvalidArgumentError: it is no number that ``token_of`` makes.
-    """
+    """Return a token; InvalidArgumentError for what ``token_of`` does not make."""
     is_number = word.isascii() and word.isdigit() and len(word) <= _TOKEN_DIGITS
     token = int(word) if is_number else -1
     if not 0 <= token <= TOKEN_MAX or 0 < token <= SEQNO_MAX:
@@ -203,7 +195,6 @@ class Stretch(NamedTuple):
 
     Args:
         head: beginning of their lines, up to the token.
-        rows: how many.
         token: of the last row; None when the run ends in no complete marker.
     """
 
@@ -213,11 +204,7 @@ class Stretch(NamedTuple):
 
 
 def rdata(block: Block, stretches: Iterable[Stretch]) -> Iterator[bytes]:
-    """Yield the RDATA lines of a block, in pieces of about TEXT_PIECE_BYTES of keys and values, or one row.
-
-    Args:
-        stretches: of its runs, in order.
-    """
+    """Yield the RDATA lines of a block, in pieces of about TEXT_PIECE_BYTES of keys and values, or one row."""
     heads: list[str] = []
     for head, rows, token in stretches:
         heads += [f"{head}batch"] * rows

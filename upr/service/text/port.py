@@ -96,11 +96,7 @@ class TextPort:
         )
 
     async def start(self, listen: str) -> None:
-        """Listen on HOST:PORT.
-
-        Raises:
-            ListenError: the port is in use, or the address is not this host's.
-        """
+        """Listen on HOST:PORT; ListenError if the port is in use, or the address is not this host's."""
         host, _, port = listen.rpartition(":")
         try:
             self._server = await asyncio.start_server(
@@ -125,11 +121,7 @@ class TextPort:
             await asyncio.wait(tasks)
 
     def _allow(self, peer: str) -> contextlib.AbstractContextManager[None]:
-        """Return what counts a connection while it is open: the one place that refuses one.
-
-        Raises:
-            TooManyError, ShuttingDownError: it is refused.
-        """
+        """Return what counts a connection while it is open; TooManyError or ShuttingDownError if it is refused."""
         if self._stopping:
             raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
         return self.callers.open("Text", peer)
@@ -200,11 +192,7 @@ class Connection:
         self._free_at = self._sent_at = 0.0
 
     async def run(self) -> None:
-        """Serve until the client leaves or fails, or the connection is ended.
-
-        Raises:
-            OSError: the connection was lost.
-        """
+        """Serve until the client leaves or fails, or the connection is ended; OSError if it was lost."""
         self._say(f"SERVER {self._port.catalog.directory_id}\n".encode(), _ping())
         reading = asyncio.create_task(self._read())
         sending = self._sender = asyncio.create_task(self._send())
@@ -464,11 +452,7 @@ class Connection:
         self._port.room.hold(self._sending, size, sending=is_sending)
 
     async def _write(self, data: bytes) -> None:
-        """Write text, and wait until the connection holds no more than it may.
-
-        Raises:
-            OSError: the connection is gone.
-        """
+        """Write text, and wait until the connection holds no more than it may; OSError if it is gone."""
         seconds = self._port.reader_seconds
         patience = seconds + max(len(data) - FRAME_BYTES, 0) / SLOW_BYTES_A_SECOND
         self._writer.write(data)
