@@ -1,6 +1,7 @@
 """The Write call at ``replicated(k)``, in one process: what an answer waits for, and what ends the waiting."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -198,13 +199,17 @@ async def test_a_request_for_a_flush_that_comes_when_the_time_is_up_is_not_lost(
         flusher._flush_seconds = 3600
         return True
 
-    def old() -> bool:
-        flusher.wanted.set()
-        return True
+    looks = itertools.count()
+
+    def age() -> float:
+        # Looked at before the wait, and again when its time is up.
+        if next(looks) == 1:
+            flusher.wanted.set()
+        return 0.0
 
     monkeypatch.setattr(flusher, "flush", flush)
-    monkeypatch.setattr(flusher, "_tail_is_old", old)
-    monkeypatch.setattr(flusher, "_seconds_to_flush", lambda: 0 if asked.empty() else 3600)
+    monkeypatch.setattr(flusher, "_age", age)
+    flusher._flush_seconds = 0.0
     task = asyncio.create_task(flusher.run())
     async with asyncio.timeout(WAIT_SECONDS):
         assert await asked.get()

@@ -232,14 +232,6 @@ def look_through(host: BucketService, first: int, contents: Contents) -> None:
         contents.unmerged_bytes[partition] = sum(sizes) - max(sizes, default=0)
 
 
-def _loop_delays(delays: LoopDelays) -> list[admin.LoopDelay]:
-    bounds = [*(bound / 1e3 for bound in BOUNDS_MS), None]
-    return [
-        admin.LoopDelay(up_to_seconds=bound, count=count)
-        for bound, count in zip(bounds, delays.counts, strict=True)
-    ]
-
-
 def replicas_of(bucket: Bucket) -> list[admin.ReplicaStatus]:
     """Return the replicas that follow a bucket, by address."""
     found = []
@@ -480,7 +472,7 @@ class AdminMethods:
         self, request: admin.GetStatusRequest, context: Context
     ) -> admin.GetStatusResponse:
         anonymous, mapped = memory_bytes()
-        clock = self._process.clock
+        clock, delays = self._process.clock, self._process.delays
         caller, roles = PERMIT.get().identity, RULES[_STATUS].roles
         hosts = [h for h in self._catalog.hosts if caller.may(roles, h.bucket.identity.name)]
         buckets = [_bucket_status(host) for host in hosts]
@@ -500,8 +492,11 @@ class AdminMethods:
             follow_calls=self._process.follow_calls(),
             write_calls=self._process.write_calls(),
             buckets=sorted(buckets, key=lambda bucket: bucket.name),
-            loop_delays=_loop_delays(self._process.delays),
-            longest_loop_delay_seconds=self._process.delays.longest_ms / 1e3,
+            loop_delays=[
+                admin.LoopDelay(up_to_seconds=bound and bound / 1e3, count=count)
+                for bound, count in zip((*BOUNDS_MS, None), delays.counts, strict=True)
+            ],
+            longest_loop_delay_seconds=delays.longest_ms / 1e3,
             clock=admin.ClockStatus(
                 off_seconds=clock.off_seconds,
                 jumped_seconds=clock.jumped_seconds,

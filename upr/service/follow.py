@@ -294,7 +294,9 @@ class FollowCall:
             del raw
             if request is not None:
                 if self._trace is not None and request.HasField("start"):
-                    self._trace.begin(partitions=_streams_of(request.start))
+                    start = request.start
+                    count = len(start.partitions) + len(start.table) // START.itemsize
+                    self._trace.begin(partitions=count)
                 await self._take(request)
                 del request
             while self._talk.waiting >= UNSENT_ANSWERS_MAX:
@@ -337,7 +339,8 @@ class FollowCall:
             self._account()
             if self._room.join(self._sending):
                 self._begin_read()
-            self._begin_search()
+            if (wanted := self._talk.starts.next_search()) is not None:
+                self._begin(self._search_store(wanted))
             if self._tables is not None and (work := self._tables.next_work()) is not None:
                 self._begin(work)
             self._room.pass_on()
@@ -410,11 +413,6 @@ class FollowCall:
             self._sent.clear()
             await self._sent.wait()
 
-    def _begin_search(self) -> None:
-        wanted = self._talk.starts.next_search()
-        if wanted is not None:
-            self._begin(self._search_store(wanted))
-
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._reads.add(task)
@@ -439,10 +437,6 @@ class FollowCall:
             self.follower.put_back()
             self._account()
         self._wake.set()
-
-
-def _streams_of(start: wire.Start) -> int:
-    return len(start.partitions) + len(start.table) // START.itemsize
 
 
 def _end_start(traced: traces.CallTrace, message: Any) -> None:

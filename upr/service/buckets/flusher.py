@@ -71,10 +71,11 @@ class Flusher:
         """Flush on request or when the tail is old, until the bucket is closed."""
         while not self._disk.stopping and not self._gave_up:
             try:
-                async with asyncio.timeout(self._seconds_to_flush()):
+                left = max(self._flush_seconds - self._age(), 0.01)
+                async with asyncio.timeout(min(left, self._flush_seconds)):
                     await self.wanted.wait()
             except TimeoutError:
-                if not self.wanted.is_set() and not self._tail_is_old():
+                if not self.wanted.is_set() and self._age() < self._flush_seconds:
                     continue
             # Also a request that came as the time was up.
             wanted = self.wanted.is_set()
@@ -86,24 +87,14 @@ class Flusher:
                     # If nothing may be flushed yet, wait for the next request instead of spinning.
                     self.wanted.set()
 
-    def _seconds_to_flush(self) -> float:
-        tail = self._bucket.tail
-        if tail.first == tail.durable:
-            return self._flush_seconds
-        return min(max(self._flush_seconds - self._age(), 0.01), self._flush_seconds)
-
-    def _tail_is_old(self) -> bool:
-        tail = self._bucket.tail
-        if tail.first == tail.durable:
-            return False
-        return self._age() >= self._flush_seconds
-
     def _age(self) -> float:
-        """Return the age of the tail's oldest entry in seconds, at most the time since the last flush.
+        """Return the age of the tail's oldest entry in seconds, at most the time since the last flush; 0 for none.
 
         What a replica receives may have been written long ago.
         """
         tail = self._bucket.tail
+        if tail.first == tail.durable:
+            return 0.0
         age = (self._disk.clock.now() - max(tail[tail.first].time, self._flushed)) / 1e6
         # The entry is from the future: the clock was set back before a start. Flush, because it may take hours to catch
         # up.

@@ -264,7 +264,8 @@ class Connection:
             async with asyncio.timeout(silent):
                 data = await self._reader.read(READ_BYTES)
         except TimeoutError:
-            self.end(_silent(silent or 0.0))
+            words = f"no line came for {silent:g} s"
+            self.end(EndReason("SILENT", True, words, "send a PING every few seconds"))
             return None
         if data:
             return data
@@ -492,10 +493,4 @@ def _goes_with(command: object, together: Sequence[Replicate]) -> bool:
         and command.bucket == together[0].bucket
         and None not in (command.partition, together[0].partition)
         and len(together) < PARTITIONS
-    )
-
-
-def _silent(seconds: float) -> EndReason:
-    return EndReason(
-        "SILENT", True, f"no line came for {seconds:g} s", "send a PING every few seconds"
     )
