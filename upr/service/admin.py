@@ -18,10 +18,10 @@ from upr.engine.streams import POSITIONS_RESET
 from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.buckets.keepers import is_connected
+from upr.service.buckets.keepers import is_connected, loop_micros
 from upr.service.buckets.upstream_state import UpstreamState
-from upr.service.calls import chosen_partitions, loop_micros
 from upr.service.clock import Clock
+from upr.service.conversation import chosen_partitions
 from upr.service.follow import beginnings
 from upr.service.overload.intake import Context
 from upr.service.overload.process import BOUNDS_MS, LoopDelays, memory_bytes

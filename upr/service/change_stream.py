@@ -15,11 +15,12 @@ from upr.engine.groups import Hold, fenced
 from upr.engine.streams import SHUTTING_DOWN
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.calls import chosen_partitions, loop_micros, read_open
-from upr.service.conversation import check_consumer, read_options
+from upr.service.buckets.keepers import loop_micros
+from upr.service.conversation import check_consumer, chosen_partitions, read_options
 from upr.service.follow import FollowCall
 from upr.service.overload.callers import Callers, peer_of
 from upr.service.overload.frame_rounds import Rounds
+from upr.service.overload.gate import read_open
 from upr.service.overload.intake import Context, Intake
 from upr.service.overload.sending_room import SendingRoom
 from upr.service.replica_tables import cut_message

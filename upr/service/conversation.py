@@ -37,6 +37,7 @@ from upr.storage.directory import HEX_ID
 from upr.storage.read import plain_messages
 from upr.storage.search import StoredBeginning
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError, UprError, shown
+from upr_protocol.failover import check_partition
 from upr_protocol.flow import CreditWindow, Liveness
 from upr_protocol.limits import (
     CONSUMERS_MAX,
@@ -136,6 +137,20 @@ def check_consumer(name: str) -> str:
             f"consumer is {shown(name)}; must not begin with {REPLICAS_NAME!r}, as those of replicas do"
         )
     return check_name(name, "consumer")
+
+
+def chosen_partitions(partitions: Sequence[int]) -> list[int]:
+    """Return the requested partitions, all for none; InvalidArgumentError for one out of range or repeated."""
+    if not partitions:
+        return list(range(PARTITIONS))
+    if len(partitions) > PARTITIONS:
+        raise InvalidArgumentError(
+            f"partitions named are {len(partitions)}; must be at most {PARTITIONS}"
+        )
+    chosen = [check_partition(partition) for partition in partitions]
+    if len(set(chosen)) != len(chosen):
+        raise InvalidArgumentError("a partition is named twice in one request")
+    return chosen
 
 
 def read_options(opening: wire.Open, peer: str, own_set: str) -> FollowOptions:

@@ -26,10 +26,10 @@ from upr.engine.streams import (
     too_slow,
 )
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.calls import parsed
 from upr.service.conversation import PLAIN_AT_ONCE_BYTES, Conversation, Found, Outgoing
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, seconds_of_streams
 from upr.service.overload.frame_rounds import Rounds
+from upr.service.overload.gate import parsed
 from upr.service.overload.intake import Context, Intake, shed_error
 from upr.service.overload.sending_room import Sender, SendingRoom
 from upr.service.replica_tables import TableFeed
@@ -279,7 +279,7 @@ class FollowCall:
                     f"message of a Follow call is {len(raw)} bytes; must be at most {FOLLOW_REQUEST_BYTES_MAX}"
                 )
             request: wire.FollowRequest = parsed(
-                wire.FollowRequest, raw, "a message of a Follow call"
+                wire.FollowRequest.FromString, raw, "a message of a Follow call"
             )
         except InvalidArgumentError as error:
             self.end(EndReason.of(error))

@@ -19,8 +19,8 @@ from upr.engine.producers import ProducerCall
 from upr.service.access.rules import PERMIT
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.calls import parsed, read_open
 from upr.service.overload.callers import Callers, Turns, peer_of
+from upr.service.overload.gate import parsed, read_open
 from upr.service.overload.intake import LARGE_BYTES, Context, Intake, shed_error
 from upr.service.overload.process import SAMPLE_SECONDS, LoopDelays
 from upr.service.sight import traces
@@ -569,7 +569,7 @@ class _WriteCall:
                 hint="send several writes, or blocks",
             )
             return _Pending(outline.number, error=error), None
-        request = parsed(wire.WriteRequest, raw, "a message of a Write call")
+        request = parsed(wire.WriteRequest.FromString, raw, "a message of a Write call")
         if request.WhichOneof("message") != "write":
             raise InvalidArgumentError("a message of a Write call that is neither Open nor a write")
         write = request.write

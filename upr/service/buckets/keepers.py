@@ -50,6 +50,11 @@ def micros(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
+def loop_micros() -> int:
+    """Return the time on the clock of leases, microseconds."""
+    return micros(asyncio.get_running_loop().time())
+
+
 async def pause(stopping: asyncio.Event, seconds: float) -> None:
     """Wait for a time, or until a worker is to stop."""
     with suppress(TimeoutError):

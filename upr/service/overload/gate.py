@@ -16,6 +16,35 @@ from upr.service.overload.intake import Context, Intake, abort
 from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
 from upr_protocol.limits import ANSWERS_BYTES_MAX, REQUEST_BYTES_MAX, SMALL_ANSWER_BYTES
 
+
+async def read_open(intake: Intake, context: Context, request: Any, kind: str) -> Any:
+    """Return the Open of a streaming call, its first message, when the caller may open the call.
+
+    It must come soon, because an idle call occupies one of a bounded number of places.
+
+    Args:
+        request: the class of the call's messages.
+
+    Raises:
+        InvalidArgumentError: no message came within OPEN_SECONDS, or another one.
+        PermissionDeniedError: the caller may not open it.
+    """
+    raw = await intake.receive(context, REQUEST_BYTES_MAX, "an Open")
+    first = parsed(request.FromString, raw or b"", "an Open")
+    if first.WhichOneof("message") != "open":
+        raise InvalidArgumentError(f"the first message of a {kind} call is Open")
+    PERMIT.get().check(first.open)
+    return first.open
+
+
+def parsed(parse: Callable[[bytes], Any], raw: bytes, what: str) -> Any:
+    """Return what some bytes are parsed to, or raise InvalidArgumentError."""
+    try:
+        return parse(raw)
+    except DecodeError:
+        raise InvalidArgumentError(f"{what} of {len(raw)} bytes cannot be parsed") from None
+
+
 _IN_ORDER = frozenset({"SavePositions"})
 """Methods whose calls reach their handler in the order in which their connection began them.
 
@@ -92,10 +121,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             raw = await intake.receive(context, limit, name)
             if raw is None:
                 raise InvalidArgumentError(f"a {name} without a request")
-            try:
-                request = handler.request_deserializer(raw)
-            except DecodeError:
-                raise InvalidArgumentError(f"{name} of {len(raw)} bytes cannot be parsed") from None
+            request = parsed(handler.request_deserializer, raw, name)
             permit.check(request)
             size = len(raw)
             # Free the message, which may be large, before a long wait for the turn.
