@@ -268,7 +268,8 @@ async def look(host: BucketService) -> tuple[list[str], int]:
     host.cuts._expire()
     await host.cuts.finish()
     await purge(host)
-    return [cut.name for cut in host.cuts.live()], int(host.bucket.partitions.purge[P])
+    live = host.bucket.cuts.live(host.disk.clock.now())
+    return [cut.name for cut in live], int(host.bucket.partitions.purge[P])
 
 
 @pytest.mark.asyncio

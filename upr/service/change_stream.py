@@ -266,7 +266,7 @@ class ChangeStreamMethods:
         """Return the cuts whose lease has not ended."""
         host = self._catalog.find(request.bucket)
         cuts = []
-        for cut in host.cuts.live():
+        for cut in host.bucket.cuts.live(host.disk.clock.now()):
             cuts.append(cut_message(cut, with_partitions=request.with_partitions))
             # A cut of a thousand partitions takes a millisecond, so let others run in between.
             await asyncio.sleep(0)

@@ -175,10 +175,6 @@ class CutKeeper:
             raise
         self._cuts.forget(cut)
 
-    def live(self) -> list[Cut]:
-        """Return the cuts whose lease has not ended, oldest first."""
-        return self._cuts.live(self._now())
-
     # In the background
 
     async def run(self) -> None:

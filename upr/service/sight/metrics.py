@@ -227,9 +227,7 @@ class Metrics:
         self._ready = ready
         self._of_process = ProcessCollector(registry=CollectorRegistry())
         self._shared = Shared(self._pieces, turns)
-
-    async def page(self) -> bytes:
-        return await self._shared.page()
+        self.page = self._shared.page
 
     def _pieces(self) -> Iterator[bytes]:
         """Yield the page in pieces, empty ones where only numbers were gathered; each takes a millisecond or so."""
