@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
@@ -238,26 +238,21 @@ SAVE_ROWS = 4096
 Rows = dict[tuple[bytes, int], ConsumerRow | None]
 
 
+@dataclass(eq=False)
 class ConsumerSaver:
     """Saver of one bucket's consumers: stores their changes, one transaction after the other.
 
     Args:
-        write: writes the rows that a function returns, in one transaction; calls it in the store thread.
+        _write: writes the rows that a function returns, in one transaction; calls it in the store thread.
     """
 
-    def __init__(
-        self,
-        consumers: Consumers,
-        write: Callable[[Callable[[], Rows]], Awaitable[None]],
-        troubles: Troubles,
-    ) -> None:
-        self._consumers = consumers
-        self._write = write
-        self._troubles = troubles
-        self._one_at_a_time = asyncio.Lock()
-        self._removing: Collection[str] = ()
-        self._begun: dict[asyncio.Task[None], str] = {}
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+    _consumers: Consumers
+    _write: Callable[[Callable[[], Rows]], Awaitable[None]]
+    _troubles: Troubles
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _removing: Collection[str] = ()
+    _begun: dict[asyncio.Task[None], str] = field(default_factory=dict)
+    _turns: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Save about once a second until ``stopping``, and retry failures; unsaved changes need one more ``save`` then."""

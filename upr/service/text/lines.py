@@ -33,19 +33,10 @@ ALL: Final = "*"
 _FORMS: Final = "PING [text], NAME name, REPLICATE [bucket [partition|* [token]]], ERROR text"
 
 
-class Ping(NamedTuple):
-    """PING: the client is there."""
+class Said(NamedTuple):
+    """PING, that the client is there; NAME, what it calls itself; or ERROR, why it gives up."""
 
-
-class Name(NamedTuple):
-    """NAME: what the client calls itself."""
-
-    name: str
-
-
-class Failure(NamedTuple):
-    """ERROR: the client gives up."""
-
+    kind: str
     words: str
 
 
@@ -63,7 +54,7 @@ class Replicate(NamedTuple):
     token: int | None = None
 
 
-Command = Ping | Name | Failure | Replicate
+Command = Said | Replicate
 
 
 class LineSplitter:
@@ -97,12 +88,10 @@ def parse_command(line: bytes) -> Command | None:
     match kind:
         case "":
             return None
-        case "PING":
-            return Ping()
+        case "PING" | "ERROR":
+            return Said(kind, rest)
         case "NAME":
-            return Name(check_name(rest, "NAME"))
-        case "ERROR":
-            return Failure(rest)
+            return Said(kind, check_name(rest, kind))
         case "REPLICATE":
             return _replicate(rest.split())
     raise InvalidArgumentError(f"command is {shown(kind)}; must be one of {_FORMS}")

@@ -19,10 +19,9 @@ from upr.service.storage_trouble import words_of
 from upr.service.text.feed import Feed, Lines
 from upr.service.text.lines import (
     Command,
-    Failure,
     LineSplitter,
-    Name,
     Replicate,
+    Said,
     error_line,
     parse_command,
     shown_name,
@@ -295,14 +294,14 @@ class Connection:
             await self._replicate(together)
         await self._keep_rate(len(lines))
 
-    def _take(self, command: Command | UprError) -> None:
+    def _take(self, command: Said | UprError) -> None:
         if isinstance(command, UprError):
             # It changes nothing.
             self._say(error_line(command))
-        elif isinstance(command, Name):
-            self._who["consumer"] = command.name
+        elif command.kind == "NAME":
+            self._who["consumer"] = command.words
             log.info("line reader named", extra=self._who)
-        elif isinstance(command, Failure):
+        elif command.kind == "ERROR":
             log.warning("a line reader failed", extra={**self._who, "words": command.words})
             self.end(EndReason("CLIENT_FAILED", False, command.words), told=False)
         else:
