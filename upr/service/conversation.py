@@ -409,12 +409,8 @@ class Conversation:
     ) -> None:
         decided = self.follower.start(requests)
         for answer in decided:
-            if isinstance(answer, RolledBack) and answer.answer.alarm:
-                # A client has rows that this server never sent: an old copy of the data may have been restored.
-                log.error(
-                    "a consumer is ahead of this server",
-                    extra={"partition": answer.partition, "words": answer.answer.words},
-                )
+            if isinstance(answer, RolledBack):
+                tell_alarm(answer)
         response = wire.FollowResponse(start_answers=wire.StartAnswers(started=told))
         for answer in decided:
             _fill_answer(response.start_answers.answers.add(partition=answer.partition), answer)
@@ -519,6 +515,15 @@ class Conversation:
             if not raised:
                 frame.messages[plain] = frame.tokens, message
         return Outgoing(iter(message) if plain else message, frame)
+
+
+def tell_alarm(answer: RolledBack) -> None:
+    """Log that a client has rows that this server never sent: an old copy of the data may have been restored."""
+    if answer.answer.alarm:
+        log.error(
+            "a consumer is ahead of this server",
+            extra={"partition": answer.partition, "words": answer.answer.words},
+        )
 
 
 def _request(one: wire.StartPartition) -> StartRequest:

@@ -461,7 +461,7 @@ async def search_stored(host: BucketService, wanted: Sequence[tuple[int, int]]) 
             results += await host.disk.in_reader(partial(search_time, host.disk.store, left))
         except (OSError, lmdb.Error) as error:
             return [*results, *([unreadable(error)] * len(left))]
-    host.found_damaged(
+    host.compactor.damaged(
         {
             partition: result
             for (partition, _), result in zip(wanted, results, strict=True)

@@ -200,12 +200,13 @@ async def _get(host: BucketService, keys: list[bytes]) -> wire.GetResponse:
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     lookup = Lookup(list(numbers), GET_ANSWER_BYTES_MAX)
     await find_newest(host, lookup)
-    damaged = {
-        partition: error
-        for partition, error in lookup.problems.items()
-        if isinstance(error, DataDamagedError)
-    }
-    host.found_damaged(damaged)
+    host.compactor.damaged(
+        {
+            partition: error
+            for partition, error in lookup.problems.items()
+            if isinstance(error, DataDamagedError)
+        }
+    )
     response = wire.GetResponse(bucket_version=host.bucket.identity.version)
     ids = host.bucket.partitions.newest_id
     size = 0

@@ -793,7 +793,7 @@ class BucketService:
                     accept_zstd=options.accept_zstd,
                 ),
             )
-            self.found_damaged(
+            self.compactor.damaged(
                 {r.request.partition: r.error for r in results if r.error is not None}
             )
             follower.feed(results)
@@ -803,12 +803,6 @@ class BucketService:
             log.exception("a read of the store failed")
             follower.read_failed(unreadable(error), requests)
         return True
-
-    def found_damaged(self, failed: Mapping[int, UprError]) -> None:
-        """Record partitions whose stored blocks could not be read, for the status and the log."""
-        known = self.bucket.partitions.problems
-        # Log once: clients restart its streams again and again.
-        self.compactor.damaged({p: error for p, error in failed.items() if p not in known})
 
     # Stopping
 

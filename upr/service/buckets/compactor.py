@@ -194,13 +194,16 @@ class Compactor:
             self._disk.counters.merge_seconds += time.monotonic() - started
 
     def damaged(self, problems: Mapping[int, UprError]) -> None:
-        """Report partitions, and leave them as they are: what is damaged is merged with nothing."""
+        """Record partitions, for the status and the log, and leave them as they are: they are merged with nothing."""
+        known = self._bucket.partitions.problems
         for partition, error in problems.items():
             # Their frames hold all that was merged beside it.
             error.__traceback__ = error.__context__ = error.__cause__ = None
-            log.error("a partition is damaged", extra={"error": error.message})
-            self._bucket.partitions.problems.setdefault(partition, error)
             self._waiting.pop(partition, None)
+            # Once: clients restart its streams again and again.
+            if partition not in known:
+                known[partition] = error
+                log.error("a partition is damaged", extra={"error": error.message})
 
     # Choosing
 

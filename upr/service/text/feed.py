@@ -4,7 +4,6 @@ Each answer, end and frame becomes lines in the step in which the engine gives i
 piece by piece.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from upr.engine.streams import (
     StartRequest,
 )
 from upr.service.buckets.bucket_service import BucketService
+from upr.service.conversation import tell_alarm
 from upr.service.text.lines import (
     ALL,
     Replicate,
@@ -41,8 +41,6 @@ from upr_protocol.errors import BucketGoneError, UprError
 from upr_protocol.flow import CreditWindow
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 from upr_protocol.wire.codec import decode_block
-
-log = logging.getLogger(__name__)
 
 
 class Lines(NamedTuple):
@@ -125,12 +123,7 @@ class Feed:
         if isinstance(answer, Refused):
             return error_line(answer.error, self._name, partition)
         if isinstance(answer, RolledBack):
-            if answer.answer.alarm:
-                words = answer.answer.words
-                log.error(
-                    "a consumer is ahead of this server",
-                    extra={"partition": partition, "words": words},
-                )
+            tell_alarm(answer)
             seqno = answer.answer.rollback_seqno or 0
             error = UprError(
                 answer.answer.words,
