@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import os
-import pickle
 import random
 import secrets
 import signal
@@ -217,7 +216,6 @@ def test_a_location_is_opened_again_elsewhere(
         opened = open_storage(location)
         assert opened.location == same
         assert open_storage(opened.location).location == same
-        assert pickle.loads(pickle.dumps(opened)).location == same
     program = (
         "import sys\n"
         "from upr_backup.repository import open_storage\n"

@@ -267,9 +267,6 @@ class ObjectStorage:
         self._store: ObjectStore | None = None
         self._answered = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open_object_storage, (self._location,)
-
     @property
     def location(self) -> str:
         return self._location
@@ -283,18 +280,16 @@ class ObjectStorage:
 
         def read(at: int, count: int) -> Any:
             end = min(at + count, size)
-            return self.read_range(name, at, end) if at < end else b""
+            if at >= end:
+                return b""
+            return self._ask(
+                name, lambda store: _obstore().get_range(store, name, start=at, end=end)
+            )
 
         return cast(BinaryIO, io.BufferedReader(ObjectReader(name, size, read), _READ_BYTES))
 
     def size(self, name: str) -> int:
         return self._ask(name, lambda store: int(_obstore().head(store, name)["size"]))
-
-    def read_range(self, name: str, start: int, end: int) -> Any:
-        """Return an object's bytes from start to before end, as a buffer."""
-        return self._ask(
-            name, lambda store: _obstore().get_range(store, name, start=start, end=end)
-        )
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Create an object by one conditional request.
@@ -315,7 +310,8 @@ class ObjectStorage:
         """Begin a new object; it is there only when it is finished."""
         with suppress(FileNotFoundError):
             self.size(name)
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._where(name))
+            where = f"{self._location}/{name}"
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), where)
         return ObjectSink(self, name)
 
     def new_writer(self, name: str) -> Any:
@@ -342,9 +338,6 @@ class ObjectStorage:
 
     def sweep(self) -> None:
         """Do nothing: parts of unfinished uploads are no objects, and a rule of the bucket removes them."""
-
-    def _where(self, name: str) -> str:
-        return f"{self._location}/{name}"
 
     def _ask(self, name: str, request: "Callable[[ObjectStore], _T]") -> _T:
         """Return what the store answers; from its first answer on, it is tried for longer."""
@@ -422,11 +415,7 @@ class ObjectSink:
 
 
 def _obstore() -> Any:
-    """Return obstore.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
+    """Return obstore; MissingPackageError when it is not installed."""
     try:
         import obstore
     except ImportError as error:
