@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -38,14 +38,6 @@ class ExportFailedError(UprError):
     """The table could not be written."""
 
     default_reason = "EXPORT_FAILED"
-
-
-class Exported(NamedTuple):
-    """What was written: rows, bytes of keys and values, and files; None where that is the table's own matter."""
-
-    rows: int
-    data_bytes: int
-    files: int | None
 
 
 def schema(utf8: bool) -> Any:
@@ -76,6 +68,9 @@ class Export:
         with_deletes: whether deleted keys are in the table, without a value.
         utf8: whether keys and values are strings.
         progress: called with partitions done and in all.
+
+    Attributes:
+        rows, data_bytes: how many rows, and bytes of keys and values, were written so far.
     """
 
     point: Point
@@ -83,7 +78,8 @@ class Export:
     with_deletes: bool = False
     utf8: bool = False
     progress: Callable[[int, int], Any] = lambda done, total: None
-    _written: list[int] = field(default_factory=lambda: [0, 0])
+    rows: int = field(default=0, init=False)
+    data_bytes: int = field(default=0, init=False)
 
     def tables(self) -> Iterator[Any]:
         """Yield the state of each group, sorted by partition and key, as a table of ``schema``.
@@ -105,16 +101,13 @@ class Export:
         self.progress(total, total)
 
     def _shaped(self, table: Any) -> Any:
-        self._written[0] += table.num_rows
-        self._written[1] += data_bytes(table)
+        self.rows += table.num_rows
+        self.data_bytes += data_bytes(table)
         wanted = schema(self.utf8)
         columns = [table.column(name) for name in wanted.names]
         if self.utf8:
             columns[:2] = [_strings(table, "key"), _strings(table, "value")]
         return pa.Table.from_arrays(columns, schema=wanted)
-
-    def exported(self, files: int | None) -> Exported:
-        return Exported(self._written[0], self._written[1], files)
 
 
 def _strings(table: Any, name: str) -> Any:
@@ -123,20 +116,14 @@ def _strings(table: Any, name: str) -> Any:
         return pc.cast(column, pa.string())
     except pa.ArrowInvalid:
         for key, data in zip(table.column("key"), column, strict=True):
-            if not _is_utf8(data.as_py()):
+            try:
+                (data.as_py() or b"").decode()
+            except UnicodeDecodeError:
                 raise InvalidArgumentError(
                     f"{'the key' if name == 'key' else 'the value of key'} 0x{_hex(key.as_py())} is not UTF-8",
                     hint="export without --utf8: then keys and values are binary",
                 ) from None
         raise
-
-
-def _is_utf8(data: bytes | None) -> bool:
-    try:
-        (data or b"").decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _hex(key: bytes) -> str:
@@ -146,8 +133,9 @@ def _hex(key: bytes) -> str:
 # Parquet.
 
 
-def to_parquet(export: Export, to: str) -> Exported:
-    """Write a folder of Parquet files; it appears whole on a local disk, and ends in _SUCCESS in an object store.
+def to_parquet(export: Export, to: str) -> int:
+    """Write a folder of Parquet files, and return how many; it appears whole on a local disk, and ends in _SUCCESS in
+    an object store.
 
     Args:
         export: what to write.
@@ -164,7 +152,7 @@ def to_parquet(export: Export, to: str) -> Exported:
     return _to_store(export, storage)
 
 
-def _to_folder(export: Export, target: Path) -> Exported:
+def _to_folder(export: Export, target: Path) -> int:
     target = Path(os.path.realpath(target))
     _check_empty_folder(target)
     if target.is_mount():
@@ -186,7 +174,7 @@ def _to_folder(export: Export, target: Path) -> Exported:
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    return export.exported(files)
+    return files
 
 
 def _check_empty_folder(target: Path) -> None:
@@ -208,7 +196,7 @@ def _sweep(target: Path) -> None:
                 shutil.rmtree(litter, ignore_errors=True)
 
 
-def _to_store(export: Export, storage: Storage) -> Exported:
+def _to_store(export: Export, storage: Storage) -> int:
     names = storage.names("")
     if names and not _is_litter(names):
         raise _not_empty(storage.location)
@@ -230,7 +218,7 @@ def _to_store(export: Export, storage: Storage) -> Exported:
             _remove_own(storage, mark)
         raise
     storage.delete(mark)
-    return export.exported(files)
+    return files
 
 
 def _not_alone(storage: Storage) -> ExportFailedError:
@@ -255,14 +243,12 @@ def _remove_own(storage: Storage, mark: str) -> None:
 
 def _parts(export: Export, storage: Storage) -> int:
     files = 0
-    for table in export.tables():
-        _write_part(storage, f"part-{files:05d}.parquet", table)
-        files += 1
+    for files, table in enumerate(export.tables(), 1):
+        _write_part(storage, f"part-{files - 1:05d}.parquet", table)
     if not files:
         # So that whoever reads it finds the columns.
         _write_part(storage, "part-00000.parquet", schema(export.utf8).empty_table())
-        files = 1
-    return files
+    return max(files, 1)
 
 
 def _write_part(storage: Storage, name: str, table: Any) -> None:
@@ -283,7 +269,7 @@ def _write_part(storage: Storage, name: str, table: Any) -> None:
 # Delta.
 
 
-def to_delta(export: Export, to: str, overwrite: bool) -> Exported:
+def to_delta(export: Export, to: str, overwrite: bool) -> None:
     """Write a Delta table in one commit.
 
     Args:
@@ -339,7 +325,6 @@ def to_delta(export: Export, to: str, overwrite: bool) -> Exported:
         if failures:
             raise failures[0] from error
         raise _delta_failure(error, to) from error
-    return export.exported(None)
 
 
 def _delta_failure(error: Exception, to: str) -> Exception:

@@ -139,13 +139,16 @@ def export(
     with closing(Far()) as far:
         progress = partial(far.show, "partitions written")
         work = Export(point, key_prefix, with_deletes, utf8, progress)
-        done = to_parquet(work, to) if kind == "parquet" else to_delta(work, to, overwrite)
+        files = to_parquet(work, to) if kind == "parquet" else None
+        if kind == "delta":
+            to_delta(work, to, overwrite)
     number, left_out = point.manifest.number, told_left_out(point)
     if as_json:
-        document = {"id": number, "format": kind, "to": to, **done._asdict()}
-        print_json({**document, "left_out": left_out})
+        document = {"id": number, "format": kind, "to": to, "rows": work.rows}
+        document |= {"data_bytes": work.data_bytes, "files": files, "left_out": left_out}
+        print_json(document)
     else:
-        click.echo(f"exported: backup {number} to {to}, {done.rows} keys, {done.data_bytes} bytes")
+        click.echo(f"exported: backup {number} to {to}, {work.rows} keys, {work.data_bytes} bytes")
 
 
 @click.command("find")
