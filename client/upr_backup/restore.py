@@ -15,14 +15,8 @@ import pyarrow.compute as pc
 
 from upr_backup.errors import NotEmptyError, RepositoryDamagedError
 from upr_backup.repository import Storage
-from upr_backup.repository.documents import (
-    NOT_WRITTEN_HERE,
-    Json,
-    canonical,
-    seal,
-    sha256,
-    unseal,
-)
+from upr_backup.repository.documents import NOT_WRITTEN_HERE, Json, canonical, seal, sha256
+from upr_backup.repository.repository import group_name, staged
 from upr_backup.rows import (
     BUCKET_SCHEMA,
     GROUP_BYTES,
@@ -77,7 +71,7 @@ class Journal:
             attempt = name.removesuffix("plan.json")
             if attempt == name or f"{attempt}ended.json" in names:
                 continue
-            plan = _read(storage, name)
+            plan = staged(storage, name)
             if plan is not None and plan.get("what") == what and _are_groups(plan.get("groups")):
                 return cls(storage, attempt, plan["groups"], True)
         return None
@@ -103,13 +97,13 @@ class Journal:
         return journal
 
     def record(self, index: int, document: Json, say: Callable[[str], Any]) -> None:
-        self._put(_group(index), document, say)
+        self._put(group_name(index), document, say)
 
     def recorded(self) -> dict[int, Json]:
         """Return what was recorded, by the groups' numbers."""
         found = {}
         for index in range(len(self.groups)):
-            document = _read(self._storage, self._folder + _group(index))
+            document = staged(self._storage, self._folder + group_name(index))
             if document is not None:
                 found[index] = document
         return found
@@ -147,18 +141,6 @@ def _are_groups(groups: Any) -> bool:
     partitions = [p for group in groups for p in group]
     known = all(type(p) is int and 0 <= p < PARTITIONS for p in partitions)
     return known and len(set(partitions)) == len(partitions)
-
-
-def _group(index: int) -> str:
-    return f"{index:04d}.json"
-
-
-def _read(storage: Storage, name: str) -> Json | None:
-    try:
-        return unseal(storage.read(name), name)
-    except (FileNotFoundError, RepositoryDamagedError):
-        # Without it a group is written once more.
-        return None
 
 
 def _blocks(rows: Any) -> Iterator[Block]:

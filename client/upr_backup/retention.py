@@ -155,7 +155,7 @@ class Merge:
             chain.by_number(number), chain.link(number).sha256, folded, started, self.clock()
         )
         self.lock.keep(now=True)
-        if not self.repository.commit_merged(name, base):
+        if not self.repository.commit(base, name):
             raise LockedError(
                 f"a prune took the files of this merge away, which took too long; backup {number} is not merged",
                 hint="run it again",

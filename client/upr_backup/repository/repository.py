@@ -70,6 +70,11 @@ _EXPIRED = re.compile(r"expired/([0-9]{10})\.json")
 _DOCUMENT = re.compile(r"(chain|expired)/[0-9]{10}\.json|merged/[0-9]{10}-[0-9a-f]{16}\.json")
 
 
+def _refuse(words: str) -> None:
+    """Be the ``on_damage`` that takes no damage."""
+    raise RepositoryDamagedError(words)
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """A run that was begun for a number.
@@ -200,9 +205,7 @@ class Repository:
 
     # The chain.
 
-    def chain(
-        self, on_damage: Callable[[str], Any] | None = None, *, indexed: bool = False
-    ) -> Chain:
+    def chain(self, on_damage: Callable[[str], Any] = _refuse, *, indexed: bool = False) -> Chain:
         """Return the backups that have not expired, each checked against the one before it, and their merged bases.
 
         Args:
@@ -229,8 +232,6 @@ class Repository:
             if expiry is None or (chain and chain.whole) or expiry.number - 1 not in numbers:
                 break
         for words in damage:
-            if on_damage is None:
-                raise RepositoryDamagedError(words)
             on_damage(words)
         return chain
 
@@ -257,11 +258,7 @@ class Repository:
         Raises:
             RepositoryDamagedError: as for ``chain``.
         """
-        damage: list[str] = []
-        chain = self._chain(expiry, self._numbers(), damage.append)
-        if damage:
-            raise RepositoryDamagedError(damage[0])
-        return chain
+        return self._chain(expiry, self._numbers(), _refuse)
 
     def _chain(
         self,
@@ -356,14 +353,14 @@ class Repository:
         found = ((_MANIFEST.fullmatch(one.name), one.bytes) for one in self.storage.stored(CHAIN))
         return {int(name[1]): size for name, size in found if name}
 
-    def _check_new(self, on_damage: Callable[[str], Any] | None = None) -> None:
+    def _check_new(self, on_damage: Callable[[str], Any] = _refuse) -> None:
         """Check that a repository without manifests never had one: a folder that is gone is no empty one."""
         lost = self.lost_manifests(0)
         if lost and not self._numbers():
-            words = f"{lost[-1]} is missing, and every other manifest: there is data of backups"
-            if on_damage is None:
-                raise RepositoryDamagedError(words, hint="put the folder chain back from a copy")
-            on_damage(words)
+            on_damage(
+                f"{lost[-1]} is missing, and every other manifest: there is data of backups "
+                "(put the folder chain back from a copy)"
+            )
 
     def _check_next(self, number: int) -> None:
         """Check that a number is to be taken for the first time: data that no run stages is of a manifest that is lost."""
@@ -471,18 +468,15 @@ class Repository:
             raise _misplaced(manifest_name(expected.number))
         return manifest
 
-    def commit(self, manifest: Manifest) -> bool:
-        """Make a backup count; False when its number is taken."""
-        return self.storage.put_if_absent(manifest_name(manifest.number), seal(manifest.to_json()))
+    def commit(self, manifest: Manifest, merged: str = "") -> bool:
+        """Make a backup count, or a merged base of this name; False when its number is taken, or the attempt was voided."""
+        name = merged or manifest_name(manifest.number)
+        return self.storage.put_if_absent(name, seal(manifest.to_json()))
 
     # Merged bases.
 
     def merged_name(self, number: int) -> str:
         return f"{MERGED}{number:010d}-{secrets.token_hex(8)}.json"
-
-    def commit_merged(self, name: str, manifest: Manifest) -> bool:
-        """Make a merged base count; False when the attempt was voided."""
-        return self.storage.put_if_absent(name, seal(manifest.to_json()))
 
     def void_merged(self, name: str, number: int) -> bool:
         """Make an attempt at a merged base never count; False when it was committed."""
@@ -492,15 +486,13 @@ class Repository:
 
     def _merged_names(self) -> Mapping[int, list[str]]:
         names: dict[int, list[str]] = {}
-        for name in self.storage.names(MERGED):
-            found = _MERGED.fullmatch(name)
-            if found:
-                names.setdefault(int(found[1]), []).append(name)
+        for found in filter(None, map(_MERGED.fullmatch, self.storage.names(MERGED))):
+            names.setdefault(int(found[1]), []).append(found[0])
         return names
 
     def _base(
         self,
-        names: list[str] | tuple[()],
+        names: Sequence[str],
         manifest: Manifest,
         digest: str,
         on_damage: Callable[[str], Any],
@@ -542,7 +534,7 @@ class Repository:
         """Let what is before a number expire; False when that is so already."""
         return self.storage.put_if_absent(_expiry_name(expiry.number), seal(expiry.to_json()))
 
-    def expiries(self, on_damage: Callable[[str], Any] | None = None) -> list[Expiry]:
+    def expiries(self, on_damage: Callable[[str], Any] = _refuse) -> list[Expiry]:
         """Return all expiries, by number.
 
         Args:
@@ -556,8 +548,6 @@ class Repository:
             try:
                 found.append(self._expiry(number))
             except RepositoryDamagedError as error:
-                if on_damage is None:
-                    raise
                 on_damage(str(error))
         return found
 
@@ -607,7 +597,7 @@ class Repository:
             raise RepositoryDamagedError(f"{path} is of another repository", hint=_UNTAG)
         return tag
 
-    def tags(self, chain: Chain, on_damage: Callable[[str], Any] | None = None) -> dict[str, Tag]:
+    def tags(self, chain: Chain, on_damage: Callable[[str], Any] = _refuse) -> dict[str, Tag]:
         """Return the tags of the backups of a chain, by name.
 
         Args:
@@ -627,8 +617,6 @@ class Repository:
                 if chain.link(tag.number).sha256 == tag.sha256:
                     found[name] = tag
             except RepositoryDamagedError as error:
-                if on_damage is None:
-                    raise
                 on_damage(str(error))
             except BackupNotFoundError:
                 # Of a backup that has expired or was set aside.
@@ -663,27 +651,19 @@ class Repository:
         """Return the attempts for a number that can be read."""
         found = []
         for name in self.storage.names(f"{STAGING}{number:010d}/"):
-            folder, _, last = name.rpartition("/")
-            if last == "plan.json":
-                plan = self._staged(name)
-                if plan is not None:
-                    found.append(Attempt(number, folder.rpartition("/")[2], plan))
+            *_, attempt, last = name.split("/")
+            plan = staged(self.storage, name) if last == "plan.json" else None
+            if plan is not None:
+                found.append(Attempt(number, attempt, plan))
         return found
 
     def staged_group(self, number: int, attempt: str, group: int) -> Json | None:
         """Return what was recorded of a group; None when it was not."""
-        return self._staged(f"{_folder(number, attempt)}{group:04d}.json")
+        return staged(self.storage, _folder(number, attempt) + group_name(group))
 
     def stage_group(self, number: int, attempt: str, group: int, record: Json) -> None:
         """Record a group whose file is durable."""
-        self.storage.put_if_absent(f"{_folder(number, attempt)}{group:04d}.json", seal(record))
-
-    def _staged(self, name: str) -> Json | None:
-        try:
-            return unseal(self.storage.read(name), name)
-        except (FileNotFoundError, RepositoryDamagedError):
-            # Nothing depends on it: it is read from the server again.
-            return None
+        self.storage.put_if_absent(_folder(number, attempt) + group_name(group), seal(record))
 
     def clean(self, committed: int) -> None:
         """Remove what was staged for numbers up to ``committed`` and is not in their manifests.
@@ -714,6 +694,19 @@ def _read(storage: Storage, name: str) -> bytes:
         if not is_damage(error):
             raise
         raise RepositoryDamagedError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def staged(storage: Storage, name: str) -> Json | None:
+    """Return a document that nothing depends on, because its group is then done once more; None for one that is not right."""
+    try:
+        return unseal(storage.read(name), name)
+    except (FileNotFoundError, RepositoryDamagedError):
+        return None
+
+
+def group_name(index: int) -> str:
+    """Return the name of a group's document, in the folder of its attempt."""
+    return f"{index:04d}.json"
 
 
 def _tag_name(name: str) -> str:
