@@ -257,8 +257,6 @@ def state(
 ) -> Any:
     """Return the newest row of each key, deletes included, as a table of ``SCHEMA``; it is all in memory.
 
-    Of what is superseded only as much as the newest rows, or ``_FOLD_BYTES``, is in memory at a time.
-
     Args:
         storage: where the data files are.
         counted: by partition, the rows that count.
@@ -268,12 +266,16 @@ def state(
         RepositoryDamagedError: a file is missing or damaged.
         OSError, UprError: one cannot be reached, or may not be read.
     """
+    return _folded(_counted_rows(storage, counted, key_prefix), SCHEMA)
+
+
+def _counted_rows(
+    storage: Storage, counted: Mapping[int, Sequence[Segment]], key_prefix: bytes
+) -> Iterator[Any]:
     files: dict[str, tuple[FileRef, dict[int, Segment]]] = {}
     for partition, parts in counted.items():
         for part in parts:
             files.setdefault(part.file.path, (part.file, {}))[1][partition] = part
-    batches: list[Any] = []
-    gathered, limit = 0, _FOLD_BYTES
     for file, parts_of in files.values():
         lows, highs = np.zeros(PARTITIONS, np.int64), np.zeros(PARTITIONS, np.int64)
         for partition, part in parts_of.items():
@@ -283,19 +285,29 @@ def state(
             seqnos = batch.column("seqno").to_numpy()
             counts = pa.array((seqnos > lows[partitions]) & (seqnos <= highs[partitions]))
             if key_prefix:
-                counts = pc.and_(counts, _begins_with(batch.column("key"), key_prefix))
-            batches.append(batch.filter(counts))
-            gathered += batches[-1].nbytes
-            if gathered > limit:
-                batches = newest(pa.Table.from_batches(batches, SCHEMA)).to_batches()
-                gathered = sum(batch.nbytes for batch in batches)
-                limit = max(_FOLD_BYTES, 2 * gathered)
-    return newest(pa.Table.from_batches(batches, SCHEMA))
+                counts = pc.and_(counts, pc.starts_with(batch.column("key"), key_prefix))
+            yield batch.filter(counts)
 
 
-def _begins_with(keys: Any, prefix: bytes) -> Any:
-    heads = pc.binary_slice(keys, 0, len(prefix))
-    return pc.equal(heads, pa.scalar(prefix, pa.binary()))
+Keep = Callable[[Any], Any]
+
+
+def _folded(batches: Iterable[Any], schema: Any, keep: Keep = lambda table: table) -> Any:
+    """Return the newest row of each key of what ``keep`` leaves of record batches, as a table.
+
+    Of what is superseded only as much as the newest rows, or ``_FOLD_BYTES``, is in memory at a time.
+    """
+    folded = pa.Table.from_batches([], schema)
+    gathered: list[Any] = []
+    size, limit = 0, _FOLD_BYTES
+    for batch in batches:
+        gathered.append(batch)
+        size += batch.nbytes
+        if size > limit:
+            folded = newest(pa.concat_tables([folded, keep(pa.Table.from_batches(gathered))]))
+            gathered, size = [], 0
+            limit = max(_FOLD_BYTES - folded.nbytes, folded.nbytes)
+    return newest(pa.concat_tables([folded, keep(pa.Table.from_batches(gathered, schema))]))
 
 
 def newest(table: Any) -> Any:
@@ -534,14 +546,11 @@ BUCKET_SCHEMA: Final = pa.schema(
 )
 """Of what is read back. value is null for a delete; further as in ``SCHEMA``."""
 
-_BUCKET_FOLD_BYTES: Final = 32 * 2**20
 _SLICE_ROWS: Final = 65_536
 _RETRY_SECONDS: Final = 60.0
 _ATTEMPTS: Final = 5
 _SHOWN: Final = 3
 _SHOWN_BYTES: Final = 32
-
-Keep = Callable[[Any], Any]
 
 
 def read_newest(
@@ -567,7 +576,7 @@ def read_newest(
     chosen = sorted(partitions)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return _read(bucket, chosen, until, keep, on_rows)
+            return _folded(_bucket_rows(bucket, chosen, until, on_rows), BUCKET_SCHEMA, keep)
         except RollbackError:
             # A server that restarted may have undone what was read; the state is then read anew.
             if attempt == _ATTEMPTS:
@@ -575,16 +584,12 @@ def read_newest(
     raise AssertionError
 
 
-def _read(
+def _bucket_rows(
     bucket: Bucket,
     partitions: list[int],
     until: Pinned | None,
-    keep: Keep,
     on_rows: Callable[[int], Any],
-) -> Any:
-    folded = pa.Table.from_batches([], BUCKET_SCHEMA)
-    gathered: list[Any] = []
-    gathered_bytes = 0
+) -> Iterator[Any]:
     following = bucket.changes(
         until="now" if until is None else until,
         only=Only(partitions),
@@ -597,13 +602,8 @@ def _read(
             rows = record_batch(batch)
             columns = [rows.column(name) for name in BUCKET_SCHEMA.names[:-1]]
             columns.append(_further_of(batch, rows.num_rows))
-            gathered.append(pa.RecordBatch.from_arrays(columns, schema=BUCKET_SCHEMA))
-            gathered_bytes += gathered[-1].nbytes
             on_rows(batch.rows)
-            if gathered_bytes > max(_BUCKET_FOLD_BYTES, folded.nbytes):
-                folded = _fold(folded, gathered, keep)
-                gathered, gathered_bytes = [], 0
-    return _fold(folded, gathered, keep)
+            yield pa.RecordBatch.from_arrays(columns, schema=BUCKET_SCHEMA)
 
 
 def _further_of(changes: ChangeBatch, rows: int) -> Any:
@@ -612,12 +612,6 @@ def _further_of(changes: ChangeBatch, rows: int) -> Any:
         return pa.nulls(rows, pa.binary())
     cells = chain.from_iterable(map(block_cells, changes.blocks))
     return pa.array(map(pack_cells, cells), pa.binary())
-
-
-def _fold(folded: Any, gathered: list[Any], keep: Keep) -> Any:
-    if not gathered:
-        return folded
-    return newest(pa.concat_tables([folded, keep(pa.Table.from_batches(gathered))]))
 
 
 class Differences(NamedTuple):
@@ -657,29 +651,20 @@ def shown(key: bytes) -> str:
     return "0x" + head.hex() + more
 
 
-class Matched(NamedTuple):
-    """Row numbers of two tables by key.
+def match(first: Any, second: Any) -> tuple[I64, I64, I64, I64]:
+    """Compare the keys of two tables, in any order of rows; a key is in each at most once.
 
-    Args:
-        first, second: of the keys that both have, in one order.
-        only_first, only_second: of the keys that only one has.
+    Returns:
+        Row numbers: of the keys that both have, in one order, in the first and in the second; and of those that only the
+        first, and only the second has.
     """
-
-    first: I64
-    second: I64
-    only_first: I64
-    only_second: I64
-
-
-def match(first: Any, second: Any) -> Matched:
-    """Compare the keys of two tables, in any order of rows; a key is in each at most once."""
     keys, others = _columns(first, second, "key")
     at = pc.index_in(keys, value_set=others)
     there = at.is_valid().to_numpy(zero_copy_only=False)
     rows = at.drop_null().to_numpy(zero_copy_only=False).astype(np.int64)
     alone = np.ones(len(others), np.bool_)
     alone[rows] = False
-    return Matched(np.flatnonzero(there), rows, np.flatnonzero(~there), np.flatnonzero(alone))
+    return np.flatnonzero(there), rows, np.flatnonzero(~there), np.flatnonzero(alone)
 
 
 def other_values(first: Any, second: Any, rows: I64, other_rows: I64, column: str = "value") -> I64:
@@ -737,13 +722,7 @@ def only_keys(keys: Any) -> Keep:
 
 
 def data_bytes(table: Any) -> int:
-    total = 0
-    for name in ("key", "value"):
-        total += int(pc.sum(pc.cast(pc.binary_length(table.column(name)), pa.int64())).as_py() or 0)
-    return total
-
-
-_CHUNK = 2**20
+    return sum(int(_lengths(table.column(name)).sum()) for name in ("key", "value"))
 
 
 def check_files(storage: Storage, files: set[FileRef]) -> None:
@@ -766,8 +745,11 @@ def _file_problem(storage: Storage, file: FileRef, full: bool) -> str:
         size = storage.size(file.path)
         if size != file.bytes:
             return f"{file.path} has {size} bytes, it was written with {file.bytes}"
-        if full and _sha256(storage, file) != file.sha256:
-            return f"{file.path} is damaged: its SHA-256 is not the one it was written with"
+        if full:
+            with storage.open(file.path) as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if digest != file.sha256:
+                return f"{file.path} is damaged: its SHA-256 is not the one it was written with"
     except FileNotFoundError:
         return f"{file.path} is missing"
     except RepositoryDamagedError as error:
@@ -777,14 +759,6 @@ def _file_problem(storage: Storage, file: FileRef, full: bool) -> str:
             raise
         return f"{file.path} cannot be read: {error.strerror or error}"
     return ""
-
-
-def _sha256(storage: Storage, file: FileRef) -> str:
-    digest = hashlib.sha256()
-    with storage.open(file.path) as opened:
-        while chunk := opened.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _rows_problem(storage: Storage, manifest: Manifest, index: int) -> str:

@@ -1,11 +1,11 @@
 """A server and a storage in memory for backups: one rolls back and deduplicates, the other breaks off at any step."""
 
+import io
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
-from typing import BinaryIO
 
 from upr_backup.backup import Run
 from upr_backup.engines.engine import Finished, Rows
@@ -83,7 +83,7 @@ class MemoryStorage:
     def size(self, name: str) -> int:
         return len(self.read(name))
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> io.BufferedReader:
         raise NotImplementedError
 
     def create(self, name: str) -> Sink:

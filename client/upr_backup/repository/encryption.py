@@ -12,7 +12,7 @@ import hmac
 import io
 import os
 from collections import OrderedDict
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final
 
 from upr_backup.errors import RepositoryDamagedError, RepositoryError
 from upr_backup.repository.documents import Json, canonical
@@ -108,11 +108,11 @@ class EncryptedStorage:
             return data
         return self._open(name, io.BytesIO(data), len(data)).read()
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> io.BufferedReader:
         """Open an object for reading; a chunk is checked before anything of it is given."""
         return self._open(name, self._storage.open(name), self._storage.size(name))
 
-    def _open(self, name: str, file: BinaryIO, size: int) -> BinaryIO:
+    def _open(self, name: str, file: BinaryIO, size: int) -> io.BufferedReader:
         head = file.read(_BEGIN)
         if len(head) != _BEGIN or not head.startswith(_HEAD):
             file.close()
@@ -120,7 +120,7 @@ class EncryptedStorage:
         cipher = _cipher(self._key, head[len(_HEAD) :], name)
         plain = _Plain(name, file, cipher, size)
         reader = ObjectReader(name, plain.size, plain.read, file.close)
-        return cast(BinaryIO, io.BufferedReader(reader, _CHUNK_BYTES))
+        return io.BufferedReader(reader, _CHUNK_BYTES)
 
     def size(self, name: str) -> int:
         return _plain_size(name, self._storage.size(name))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from upr_backup.errors import (
@@ -274,7 +274,7 @@ class ObjectStorage:
     def read(self, name: str) -> bytes:
         return self._ask(name, lambda store: _whole(store, name))
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> io.BufferedReader:
         """Open an object for reading; what is not asked for is not fetched."""
         size = self.size(name)
 
@@ -286,7 +286,7 @@ class ObjectStorage:
                 name, lambda store: _obstore().get_range(store, name, start=at, end=end)
             )
 
-        return cast(BinaryIO, io.BufferedReader(ObjectReader(name, size, read), _READ_BYTES))
+        return io.BufferedReader(ObjectReader(name, size, read), _READ_BYTES)
 
     def size(self, name: str) -> int:
         return self._ask(name, lambda store: int(_obstore().head(store, name)["size"]))

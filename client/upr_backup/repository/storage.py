@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from upr_backup.errors import RepositoryDamagedError
 
@@ -107,7 +107,7 @@ class Storage(Protocol):
     def read(self, name: str) -> bytes:
         """Return a whole object of at most READ_BYTES_MAX bytes; FileNotFoundError when there is none."""
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> io.BufferedReader:
         """Open an object for reading; FileNotFoundError when there is none."""
 
     def size(self, name: str) -> int:
@@ -165,10 +165,10 @@ class LocalStorage:
         check_size(name, len(data))
         return data
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> io.BufferedReader:
         return self._plain(name)
 
-    def _plain(self, name: str) -> BinaryIO:
+    def _plain(self, name: str) -> io.BufferedReader:
         path = self._inside(name)
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise _not_plain(name)
