@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from upr_backup.errors import NotEmptyError
 from upr_backup.repository import LocalStorage, Storage, open_storage
 from upr_backup.repository.object_store import interruptible, of_object_store
-from upr_backup.rows import Point, data_bytes, in_order, live
+from upr_backup.rows import Point, data_bytes, each_group, in_order, live
 from upr_protocol.errors import InvalidArgumentError, MissingPackageError, UprError
 
 _ROW_GROUP_ROWS: Final = 131_072
@@ -88,17 +88,12 @@ class Export:
             RepositoryDamagedError: a file cannot be read.
             InvalidArgumentError: a key or value is not UTF-8, although strings were asked for.
         """
-        groups = self.point.groups()
-        total, done = sum(map(len, groups)), 0
-        for group in groups:
-            self.progress(done, total)
+        for group in each_group(self.point.groups(), self.progress):
             table = self.point.state(group, self.key_prefix)
             table = table if self.with_deletes else live(table)
             order = pc.sort_indices(table, [("partition", "ascending"), ("key", "ascending")])
             for part in in_order(table, order, max(table.num_rows, 1)):
                 yield self._shaped(part)
-            done += len(group)
-        self.progress(total, total)
 
     def _shaped(self, table: Any) -> Any:
         self.rows += table.num_rows

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
 import pyarrow.compute as pc
@@ -24,6 +25,7 @@ from upr_backup.rows import (
     Point,
     data_bytes,
     differences,
+    each_group,
     live,
     only_keys,
     read_newest,
@@ -167,6 +169,10 @@ class Written(NamedTuple):
     data_bytes: int
 
 
+def _sum(parts: Iterable[Written]) -> Written:
+    return Written(*map(sum, zip(Written(0, 0, 0), *parts, strict=True)))
+
+
 def _counted(table: Any) -> Written:
     """Return what a restore writes of a state."""
     alive = live(table)
@@ -243,7 +249,7 @@ class Restore:
         journal.end()
         how: Verified = "contained" if self.into_non_empty else "equal"
         return Restored(
-            Written(*map(sum, zip(Written(0, 0, 0), *done.values(), strict=True))),
+            _sum(done.values()),
             journal.resumed,
             how if self.verify else "not verified",
         )
@@ -258,14 +264,12 @@ class Restore:
             NotEmptyError, RepositoryDamagedError, UprError: as ``run``.
         """
         journal = self._interrupted()[0] if is_there else None
-        done, total = 0, len(self.point.counted)
-        written = [Written(0, 0, 0)]
-        for group in self.point.groups(self.group_bytes):
-            self.progress("read", done, total)
-            written.append(_counted(self.point.state(group, self.key_prefix)))
-            done += len(group)
-        counts = Written(*map(sum, zip(*written, strict=True)))
-        return Restored(counts, journal is not None, "not verified")
+        groups = self.point.groups(self.group_bytes)
+        written = [
+            _counted(self.point.state(group, self.key_prefix))
+            for group in each_group(groups, partial(self.progress, "read"))
+        ]
+        return Restored(_sum(written), journal is not None, "not verified")
 
     def _interrupted(self) -> tuple[Journal | None, dict[int, Written]]:
         """Check that the bucket holds nothing but what an interrupted run wrote; returns its journal, None without,
@@ -351,15 +355,12 @@ class Restore:
     # Writing.
 
     def _write(self, journal: Journal, done: dict[int, Written]) -> None:
-        total = sum(map(len, journal.groups))
-        at = 0
-        for index, group in enumerate(journal.groups):
-            self.progress("restored", at, total)
+        groups = each_group(journal.groups, partial(self.progress, "restored"))
+        for index, group in enumerate(groups):
             if index not in done:
                 done[index], ends = self._write_group(group)
                 record = {**done[index]._asdict(), "ends": {str(p): end for p, end in ends.items()}}
                 journal.record(index, record, self.say)
-            at += len(group)
 
     def _write_group(self, group: Sequence[int]) -> tuple[Written, Ends]:
         """Write the state of some partitions, and return where they end then; 0 where the server forgot it."""
@@ -375,15 +376,10 @@ class Restore:
     # Comparing.
 
     def _compare(self, journal: Journal) -> None:
-        total = sum(map(len, journal.groups))
-        at = 0
-        for group in journal.groups:
-            self.progress("compared", at, total)
+        for group in each_group(journal.groups, partial(self.progress, "compared")):
             self._end_if(self._difference(group), journal, f"{group[0]} to {group[-1]}")
-            at += len(group)
         if not self.into_non_empty:
             self._compare_rest(journal)
-        self.progress("compared", total, total)
 
     def _difference(self, group: Sequence[int]) -> Differences:
         expected = self.point.state(group, self.key_prefix)

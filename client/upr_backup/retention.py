@@ -21,9 +21,9 @@ removed oldest first, so that those left are always without a gap.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import pyarrow.compute as pc
 
@@ -42,7 +42,15 @@ from upr_backup.repository.repository import (
     Repository,
     number_in,
 )
-from upr_backup.rows import LateCellsError, RowsWriter, check_files, grouped, in_order, state
+from upr_backup.rows import (
+    LateCellsError,
+    RowsWriter,
+    check_files,
+    each_group,
+    grouped,
+    in_order,
+    state,
+)
 
 
 def beginning(chain: Chain, oldest: int) -> int | None:
@@ -89,22 +97,12 @@ class Folded(NamedTuple):
     sizes: Mapping[int, tuple[int, int]]
 
 
-class Fold(Protocol):
-    """Writes the newest row of each key, deletes left out, into one new file that is durable then."""
+Fold = Callable[[Mapping[int, Sequence[Segment]], Mapping[int, int], str], Folded]
+"""Writes the newest row of each key, deletes left out, into one new file that is durable then.
 
-    def __call__(
-        self, counted: Mapping[int, Sequence[Segment]], sizes: Mapping[int, int], path: str
-    ) -> Folded:
-        """Fold partitions.
-
-        Args:
-            counted: by partition, the rows that count.
-            sizes: by partition, at most how many bytes they take in memory.
-            path: the file's name.
-
-        Raises:
-            RepositoryDamagedError: what is to be folded is damaged, or what was written cannot be read back.
-        """
+It takes, by partition, the rows that count and at most how many bytes they take in memory; and the file's name. It raises
+RepositoryDamagedError when what is to be folded is damaged, or what was written cannot be read back.
+"""
 
 
 @dataclass(slots=True)
@@ -143,14 +141,11 @@ class Merge:
         counted, sizes = segments_of(wanted), sizes_of(wanted)
         name = self.repository.merged_name(number)
         folded = []
-        done = 0
-        for group in grouped({p: sizes[p] for p in counted}, self.file_bytes):
-            self.progress(done, len(counted))
+        groups = grouped({p: sizes[p] for p in counted}, self.file_bytes)
+        for group in each_group(groups, self.progress):
             self.lock.keep()
             path = self.repository.new_merged_name(name)
             folded.append(self.fold({p: counted[p] for p in group}, sizes, path))
-            done += len(group)
-        self.progress(done, len(counted))
         base = _base(
             chain.by_number(number), chain.link(number).sha256, folded, started, self.clock()
         )
@@ -333,6 +328,9 @@ class Plan:
     voids: list[tuple[str, int]] = field(default_factory=list)
     doomed: list[Doomed] = field(default_factory=list)
 
+    def doom(self, what: str, objects: Iterable[Stored]) -> None:
+        self.doomed += [Doomed(one.name, one.bytes, what) for one in objects]
+
     def totals(self) -> dict[str, dict[str, int]]:
         """Return how many objects and bytes there are of each kind."""
         totals = {what: {"objects": 0, "bytes": 0} for what in _WHATS}
@@ -351,29 +349,28 @@ def plan(repository: Repository, chain: Chain, grace: int, now: int) -> Plan:
         grace: how long what expired, and what killed runs left, stays; microseconds.
         now: microseconds since the epoch.
     """
-    made = Plan()
-    chain = _left_chain(made, repository, chain, now - grace)
+    made, before = Plan(), now - grace
+    chain = _left_chain(made, repository, chain, before)
     storage = repository.storage
     for folder in (EXPIRED, MERGED, CHAIN):
-        for one in _stored(storage, folder):
-            if number_in(one.name) < made.first and one.name.endswith(".json"):
-                made.doomed.append(Doomed(one.name, one.bytes, "documents"))
-    for one in (*_stored(storage, STAGING), *_stored(storage, ASIDE)):
-        if number_in(one.name) <= chain.last and _is_old(one, now - grace):
-            made.doomed.append(Doomed(one.name, one.bytes, "leftovers"))
-    for one in _stored(storage, "journal/"):
-        # Without it a restore that was interrupted cannot be gone on with; that is all.
-        if _is_old(one, now - grace):
-            made.doomed.append(Doomed(one.name, one.bytes, "leftovers"))
-    _plan_data(made, repository, chain, now - grace)
-    _plan_merged(made, repository, now - grace)
+        documents = (one for one in _stored(storage, folder) if one.name.endswith(".json"))
+        made.doom("documents", (one for one in documents if number_in(one.name) < made.first))
+    left = [*_stored(storage, STAGING), *_stored(storage, ASIDE)]
+    left = [one for one in left if number_in(one.name) <= chain.last]
+    # Without its journal a restore that was interrupted cannot be gone on with; that is all.
+    left += _stored(storage, "journal/")
+    made.doom("leftovers", (one for one in left if _is_old(one, before)))
+    _plan_data(made, repository, chain, before)
+    _plan_merged(made, repository, before)
     return made
 
 
 def prune(repository: Repository, made: Plan) -> Iterator[Doomed]:
     """Remove what was planned, and yield each object that is gone."""
     committed = tuple(
-        _folder(name) for name, number in made.voids if not repository.void_merged(name, number)
+        f"{name.removesuffix('.json')}/"
+        for name, number in made.voids
+        if not repository.void_merged(name, number)
     )
     for one in made.doomed:
         if not one.name.startswith(committed):
@@ -412,10 +409,6 @@ def _is_old(one: Stored, before: int) -> bool:
     return one.written * 1e6 <= before
 
 
-def _folder(name: str) -> str:
-    return name.removesuffix(".json") + "/"
-
-
 def _plan_data(made: Plan, repository: Repository, chain: Chain, before: int) -> None:
     by_number: dict[int, list[Stored]] = {}
     for one in _stored(repository.storage, DATA):
@@ -425,14 +418,11 @@ def _plan_data(made: Plan, repository: Repository, chain: Chain, before: int) ->
         if number > chain.last:
             continue
         if number < made.first or (number == made.first and chain.link(number).kind != "full"):
-            made.doomed += [Doomed(one.name, one.bytes, "data_files") for one in there]
+            made.doom("data_files", there)
         elif number >= chain.first and len(there) > chain.link(number).files:
             named = {file.path for file in chain.by_number(number).files}
-            made.doomed += [
-                Doomed(one.name, one.bytes, "leftovers")
-                for one in there
-                if one.name not in named and _is_old(one, before)
-            ]
+            others = (one for one in there if one.name not in named)
+            made.doom("leftovers", (one for one in others if _is_old(one, before)))
 
 
 def _plan_merged(made: Plan, repository: Repository, before: int) -> None:
@@ -445,10 +435,10 @@ def _plan_merged(made: Plan, repository: Repository, before: int) -> None:
     for document, files in sorted(attempts.items()):
         number = number_in(document)
         if number < made.first:
-            made.doomed += [Doomed(one.name, one.bytes, "data_files") for one in files]
+            made.doom("data_files", files)
         elif document in names:
             if repository.is_void(document):
-                made.doomed += [Doomed(one.name, one.bytes, "leftovers") for one in files]
+                made.doom("leftovers", files)
         elif all(_is_old(one, before) for one in files):
             made.voids.append((document, number))
-            made.doomed += [Doomed(one.name, one.bytes, "leftovers") for one in files]
+            made.doom("leftovers", files)

@@ -534,6 +534,18 @@ def grouped(sizes: Mapping[int, int], group_bytes: int = GROUP_BYTES) -> list[li
     return groups
 
 
+def each_group(
+    groups: Sequence[Sequence[int]], progress: Callable[[int, int], Any]
+) -> Iterator[Sequence[int]]:
+    """Yield groups, and tell before each and at the end how many partitions are done, and how many there are."""
+    total, done = sum(map(len, groups)), 0
+    for group in groups:
+        progress(done, total)
+        yield group
+        done += len(group)
+    progress(total, total)
+
+
 BUCKET_SCHEMA: Final = pa.schema(
     [
         ("partition", pa.int32()),

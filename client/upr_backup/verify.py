@@ -25,6 +25,7 @@ from upr_backup.rows import (
     Point,
     _file_problem,
     _rows_problem,
+    each_group,
     grouped,
     match,
     other_values,
@@ -137,13 +138,8 @@ class AgainstServer:
         try:
             found.not_comparable = self._not_comparable(cut)
             chosen = [p for p in self._point.manifest.entries if p not in found.not_comparable]
-            groups = self._groups(chosen, cut)
-            total, done = sum(map(len, groups)), 0
-            for group in groups:
-                self._progress(done, total)
+            for group in each_group(self._groups(chosen, cut), self._progress):
                 self._group(group, cut, found)
-                done += len(group)
-            self._progress(done, total)
             found.partitions = len(chosen)
         finally:
             self._cuts.release(cut.name)
