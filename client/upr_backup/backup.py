@@ -61,12 +61,8 @@ class Run:
     """A backup that is being taken.
 
     Args:
-        repository: where to.
-        source: where cuts are made.
-        engine: reads the groups.
         lock: which is held.
-        target: addresses of the server, for the tasks.
-        login: the credentials there, for the tasks.
+        target, login: addresses of the server and the credentials there, for the tasks.
         full: whether everything is read anew.
         skip_unchanged: whether no backup is taken where nothing changed since the last one.
         restart: whether what an unfinished run left is given up; False from then on.
@@ -104,17 +100,16 @@ class Run:
             HistoryChangedError: the server's history changed again and again meanwhile.
             UprError: the server failed, or the repository is damaged; what was staged is used by the next run.
         """
-        failure: HistoryChangedError | None = None
-        for _ in range(_ATTEMPTS):
+        for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return self._try()
             except HistoryChangedError as error:
+                if attempt == _ATTEMPTS:
+                    raise
                 self.say(f"{error}; beginning again with a new cut")
-                failure = error
                 # Making one takes the cut of whoever has the repository now.
                 self.lock.keep(now=True)
-        assert failure is not None
-        raise failure
+        raise AssertionError
 
     def _try(self) -> Manifest:
         started = self.clock()
@@ -262,8 +257,7 @@ def split(
     One whose newest id and marker are those of the backup before has nothing new, and is left out.
 
     Args:
-        cut: up to where.
-        base: from where, by partition.
+        base: the entries of that backup; none for a full one.
         group_seqnos: about how many seqnos a group spans; None to choose.
         parallel: how many groups are read at a time.
     """

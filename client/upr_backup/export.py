@@ -41,11 +41,7 @@ class ExportFailedError(UprError):
 
 
 def schema(utf8: bool) -> Any:
-    """Return the columns of a table: partition, key, value, seqno, time; a deleted key has no value.
-
-    Args:
-        utf8: whether keys and values are strings, and not binary.
-    """
+    """Return the columns of a table, keys and values as strings or as binary; a deleted key has no value."""
     kind = pa.string() if utf8 else pa.binary()
     return pa.schema(
         [
@@ -63,8 +59,6 @@ class Export:
     """One export. One group of partitions is in memory at a time.
 
     Args:
-        point: what to write.
-        key_prefix: only keys that begin with it.
         with_deletes: whether deleted keys are in the table, without a value.
         utf8: whether keys and values are strings.
         progress: called with partitions done and in all.
@@ -133,7 +127,6 @@ def to_parquet(export: Export, to: str) -> int:
     an object store.
 
     Args:
-        export: what to write.
         to: a location as ``open_storage`` takes it; empty, or not there yet.
 
     Raises:
@@ -268,7 +261,6 @@ def to_delta(export: Export, to: str, overwrite: bool) -> None:
     """Write a Delta table in one commit.
 
     Args:
-        export: what to write.
         to: a path or URL as the package deltalake takes it.
         overwrite: whether a table that is there is replaced; its older versions stay readable.
 

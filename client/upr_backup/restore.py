@@ -61,12 +61,7 @@ class Journal:
 
     @classmethod
     def find(cls, storage: Storage, what: Json) -> Self | None:
-        """Return the journal of an attempt at the same that did not end; None when there is none.
-
-        Args:
-            storage: the repository's.
-            what: all that makes a restore the same one.
-        """
+        """Return the journal of an attempt that did not end, at the same ``what``; None when there is none."""
         folder = _folder(what)
         names = set(storage.names(folder))
         for name in sorted(names):
@@ -86,14 +81,7 @@ class Journal:
         groups: Sequence[Sequence[int]],
         say: Callable[[str], Any],
     ) -> Self:
-        """Begin one; where the repository cannot be written that is said, and nothing is recorded.
-
-        Args:
-            storage: the repository's.
-            what: as in ``find``.
-            groups: the partitions of each group.
-            say: called with a warning.
-        """
+        """Begin one; where the repository cannot be written that is said, and nothing is recorded."""
         journal = cls(storage, f"{_folder(what)}{secrets.token_hex(8)}/", groups, False)
         journal._put("plan.json", {"what": what, "groups": [list(group) for group in groups]}, say)
         return journal
@@ -181,7 +169,7 @@ def _counted(table: Any) -> Written:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore did.
+    """Outcome of a restore.
 
     Args:
         written: what the bucket has of the backup, whichever run wrote it.
@@ -200,10 +188,6 @@ class Restore:
     """One restore.
 
     Args:
-        point: what to restore.
-        client: of the server.
-        bucket: where to.
-        key_prefix: only keys that begin with it.
         into_non_empty: whether the bucket may hold data. Keys deleted at the restore point are then deleted, other
             keys stay.
         verify: whether the bucket is read back and compared.
@@ -224,7 +208,7 @@ class Restore:
     _highs: Ends = field(default_factory=dict)
 
     def run(self) -> Restored:
-        """Restore.
+        """Write, compare, and return what came of it.
 
         Raises:
             NotEmptyError: the bucket holds data that is not an interrupted run's of this restore.

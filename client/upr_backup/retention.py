@@ -65,15 +65,10 @@ def beginning(chain: Chain, oldest: int) -> int | None:
 
 
 def expire(repository: Repository, chain: Chain, first: int, now: int) -> bool:
-    """Let what is before a number expire.
+    """Let what is before a number that ``beginning`` returned expire; False when that was so already.
 
     Args:
-        repository: where.
-        chain: as the repository has it.
-        first: one that ``beginning`` returned.
         now: microseconds since the epoch.
-
-    Returns: False when that was so already.
     """
     link = chain.link(first)
     bases = [""] if link.kind == "full" else repository.merged_bases(first)
@@ -110,8 +105,6 @@ class Merge:
     """A merge that is being made.
 
     Args:
-        repository: where.
-        fold: folds some partitions.
         lock: which is held.
         progress: called with partitions done and partitions in all.
         clock: microseconds since the epoch.
@@ -126,11 +119,7 @@ class Merge:
     file_bytes: int = FILE_BYTES
 
     def merge(self, chain: Chain, number: int) -> Manifest:
-        """Make a merged base at a backup, and return its manifest.
-
-        Args:
-            chain: as the repository has it.
-            number: one that ``chosen`` returned.
+        """Make a merged base at a number that ``chosen`` returned, and return its manifest.
 
         Raises:
             RepositoryDamagedError: what is to be folded is damaged.
@@ -164,7 +153,6 @@ def chosen(
     """Return which backup to merge up to; None when there is a base already where it would be.
 
     Args:
-        chain: as the repository has it.
         to: the one that was asked for.
         keep: else the newest possible one at or before what this keeps; None: but for the newest two.
         now: microseconds since the epoch.
@@ -247,7 +235,6 @@ class FileFold:
     Each file is read once for its SHA-256 before anything of it is used, and so is what was written.
 
     Args:
-        storage: where they are.
         keep: called every second or so.
     """
 
@@ -341,11 +328,9 @@ class Plan:
 
 
 def plan(repository: Repository, chain: Chain, grace: int, now: int) -> Plan:
-    """Return what there is to remove.
+    """Return what there is to remove of a repository without damage.
 
     Args:
-        repository: where; it has no damage.
-        chain: as the repository has it.
         grace: how long what expired, and what killed runs left, stays; microseconds.
         now: microseconds since the epoch.
     """

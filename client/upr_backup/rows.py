@@ -108,7 +108,6 @@ class RowsWriter:
         self.data_bytes: I64 = np.zeros(PARTITIONS, np.int64)
 
     def add(self, changes: ChangeBatch) -> None:
-        """Add changes."""
         batch = record_batch(changes)
         op = pc.if_else(batch.column("deleted"), "delete", "set")
         columns = [batch.column(name) for name in ("key", "value", "time")]
@@ -258,9 +257,7 @@ def state(
     """Return the newest row of each key, deletes included, as a table of ``SCHEMA``; it is all in memory.
 
     Args:
-        storage: where the data files are.
         counted: by partition, the rows that count.
-        key_prefix: only keys that begin with it.
 
     Raises:
         RepositoryDamagedError: a file is missing or damaged.
@@ -367,8 +364,6 @@ class Point:
     """A restore point, or the part of it that was asked for.
 
     Args:
-        repository: where it is.
-        manifest: of its backup.
         counted: by partition, the rows that count.
         sizes: by partition, at most how many bytes its rows take in memory.
         chosen: the partitions that were asked for; None for all.
@@ -394,7 +389,7 @@ class Point:
         return grouped({p: self.sizes[p] for p in self.counted}, group_bytes)
 
     def state(self, group: Sequence[int], key_prefix: bytes = b"") -> Any:
-        """Return the newest row of each key of some partitions, deletes included, as ``tables.state`` does."""
+        """Return the state of some partitions, as the function ``state`` does."""
         counted = {p: self.counted[p] for p in group if p in self.counted}
         return state(self.repository.storage, counted, key_prefix)
 
@@ -405,7 +400,6 @@ def open_point(
     """Open a restore point and read all its files once, so that nothing damaged is used.
 
     Args:
-        repository: where.
         at: a number, the microseconds of a time in a tuple, or the name of a tag; None means the newest.
         partitions: only these; None means all.
 
@@ -468,8 +462,6 @@ def versions(
     """Yield what a key is at each restore point, oldest first; points at which it is the same come together.
 
     Args:
-        storage: the repository's.
-        chain: its restore points.
         key: 1 to 4096 bytes.
         progress: called with points done and in all.
 
@@ -575,8 +567,6 @@ def read_newest(
     """Return the newest row of each key of some partitions, deletes included, as a table of ``SCHEMA``.
 
     Args:
-        bucket: where from.
-        partitions: which.
         until: where to end; None means at what is there now.
         keep: takes a table of ``SCHEMA`` and returns what is to be kept of it. It must keep or drop a key's
             rows together, or from the older ones on.
@@ -627,13 +617,10 @@ def _further_of(changes: ChangeBatch, rows: int) -> Any:
 
 
 class Differences(NamedTuple):
-    """How what is there differs from what should be.
+    """How what is there differs from what should be: how many keys, and some of them.
 
     Args:
-        missing: how many keys are not there.
-        different: how many have another value, or other further cells.
-        unexpected: how many are there that should not be.
-        examples: some of the keys.
+        different: of those with another value, or other further cells.
     """
 
     missing: int

@@ -33,10 +33,6 @@ class ServerSource:
     """The cuts of one bucket that are for one repository, which their names begin with.
 
     One is made only under the repository's lock.
-
-    Args:
-        client: of the server.
-        repository: the one that the backup is for.
     """
 
     def __init__(self, client: Client, repository: Repository) -> None:
@@ -146,9 +142,6 @@ def read_group(
     """Read partitions up to their cut into a new data file.
 
     Args:
-        bucket: the bucket.
-        storage: of the repository.
-        task: which partitions, from where and to where.
         path: the file's name.
         progress: called with the rows read since the last call.
         wide: whether the file has further cells whatever the first rows have.
@@ -241,7 +234,6 @@ def backup_group(
     """Read a group over a connection of its own, write and record it; returns the result that counts.
 
     Args:
-        task: the group.
         progress: called with the rows read since the last call; what it raises ends the reading.
 
     Raises:

@@ -27,15 +27,10 @@ class Task:
     Args:
         location: of the repository's storage.
         target: addresses of the server.
-        bucket: its name.
-        bucket_version: its random id, 16 hex digits.
-        number: of the backup.
-        attempt: name of the attempt.
         index: of the group in the attempt.
         starts: by partition, its entry in the backup before; None to begin at 0.
         cut: where to end; with the pins of the group's partitions.
         patience: how many seconds a server that went away is waited for.
-        login: the credentials for the server.
         key: of an encrypted repository.
     """
 
@@ -69,11 +64,7 @@ class TaskResult(NamedTuple):
 
     @classmethod
     def from_json(cls, record: Json) -> Self:
-        """Return what ``to_json`` gave.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is nothing that it gave.
-        """
+        """Return what ``to_json`` gave; one of NOT_WRITTEN_HERE for anything else."""
         return cls(
             None if record["file"] is None else file_from_json(record["file"]),
             {int(p): entry_from_json(entry) for p, entry in record["entries"].items()},
@@ -103,8 +94,6 @@ def stage_read(
     """Read a group into a new data file and record it; returns the result that counts, which may be another task's.
 
     Args:
-        repository: the one that the group is for.
-        task: the group.
         read: reads it into a file of the name that it is given, and makes that durable.
     """
     own = read(task, repository.new_data_name(task.number))

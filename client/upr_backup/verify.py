@@ -89,9 +89,7 @@ class Comparison:
     """What came out.
 
     Attributes:
-        number: of the backup.
-        partitions: how many were compared.
-        keys: how many keys of the backup were compared.
+        partitions, keys: how many of the backup were compared.
         differences: a line for each kind of difference in a group of partitions.
         not_comparable: by partition, why it was left out.
         undecided: keys of the backup that the server does not have, where a deletion that is purged since may be why.
@@ -110,7 +108,6 @@ class AgainstServer:
 
     Args:
         point: the newest backup, whole.
-        client: of the server.
         progress: called with partitions done and in all.
     """
 
