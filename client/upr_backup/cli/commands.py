@@ -191,11 +191,7 @@ def _take(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Take a backup, or one each ``every`` seconds; returns the exit status.
-
-    Args:
-        options: of ``Run``.
-    """
+    """Take a backup with these options of ``Run``, or one each ``every`` seconds; returns the exit status."""
     from upr_backup.backup import Run
     from upr_backup.source import ServerSource
 
@@ -405,7 +401,6 @@ def _partition(manifest: Manifest, partition: int) -> Json:
 
 
 def _percent(text: str) -> float:
-    """Return what 5% is as a share."""
     try:
         percent = float(text.strip().removesuffix("%"))
     except ValueError:

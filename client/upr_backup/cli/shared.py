@@ -32,11 +32,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def restore_point(text: str) -> int | str | tuple[int]:
-    """Return a backup's number; of a time the microseconds since the epoch in a tuple; of a tag its name.
-
-    Raises:
-        InvalidArgumentError: it is none of them.
-    """
+    """Return a backup's number; of a time the microseconds since the epoch in a tuple; of a tag its name."""
     words = text.strip()
     if words.isascii() and words.isdigit() and len(words) <= 10:
         return int(words)
@@ -52,11 +48,6 @@ def restore_point(text: str) -> int | str | tuple[int]:
 
 
 def tag_name(text: str) -> str:
-    """Return the name of a tag.
-
-    Raises:
-        InvalidArgumentError: it can be none.
-    """
     if not TAG.fullmatch(text):
         raise InvalidArgumentError(
             f"the tag is {text[:80]!r}; must be 1 to 64 letters, digits and any of '._-', a letter or digit first"
@@ -65,11 +56,7 @@ def tag_name(text: str) -> str:
 
 
 def key_bytes(text: str) -> bytes:
-    """Return a key, or the beginning of keys, as a shell gives it.
-
-    Raises:
-        InvalidArgumentError: it is longer than a key may be.
-    """
+    """Return a key, or the beginning of keys, as a shell gives it."""
     data = text.encode(errors="surrogateescape")
     if len(data) > KEY_BYTES_MAX:
         raise InvalidArgumentError(
@@ -237,11 +224,7 @@ def progress_option(function: _F) -> _F:
 
 
 class Far:
-    """How far a command is, and about how long it still takes.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """How far a command is, and about how long it still takes; the clock's seconds are monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         context = click.get_current_context(silent=True)
@@ -256,7 +239,6 @@ class Far:
 
         Args:
             what: is done with them, as "partitions restored".
-            done, total: how many are done, and how many there are.
             words: what a line says of it instead.
             more: what a line of JSON has besides.
         """

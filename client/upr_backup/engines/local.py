@@ -99,11 +99,7 @@ def _count(deaths: Counter[int], worker: "_Worker", task: Task) -> None:
 
 
 class _Worker:
-    """A process that reads groups, one at a time.
-
-    Attributes:
-        pipe: what ``wait`` takes.
-    """
+    """A process that reads groups, one at a time."""
 
     def __init__(self) -> None:
         context = get_context("spawn")
@@ -181,11 +177,7 @@ def _receive(pipe: "Connection[Any, Any]", tasks: "queue.SimpleQueue[Task]") -> 
 
 
 class Gathered:
-    """Counts rows, and tells of them a few times a second.
-
-    Args:
-        told: called with the rows since it was called last.
-    """
+    """Counts rows, and tells of them a few times a second: of those since the last time."""
 
     def __init__(self, told: Callable[[int], Any]) -> None:
         self._told = told

@@ -25,7 +25,6 @@ class SparkEngine:
 
     Args:
         master: None for ``local[*,4]``, or, under spark-submit, for what that was told.
-        settings: of Spark, by their names.
 
     Raises:
         MissingPackageError: there is no pyspark, or no Java.

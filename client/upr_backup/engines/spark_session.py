@@ -38,11 +38,7 @@ class SparkError(UprError):
 
 
 def check_installed() -> None:
-    """Check that there are pyspark and a Java.
-
-    Raises:
-        MissingPackageError: one of them is not there.
-    """
+    """Raise MissingPackageError where there is no pyspark, or no Java."""
     if importlib.util.find_spec("pyspark") is None:
         raise MissingPackageError(
             "the engine spark needs pyspark, not installed", hint="pip install 'upr-stream[spark]'"
@@ -58,10 +54,9 @@ def check_installed() -> None:
 
 
 def checked_master(master: str) -> str:
-    """Return a master URL; a local one lets a task fail as often as a cluster does, for Spark itself never tries again.
+    """Return a master URL, or raise InvalidArgumentError for what is none.
 
-    Raises:
-        InvalidArgumentError: it is no master URL.
+    A local one lets a task fail as often as a cluster does, for Spark itself never tries again.
     """
     found = _LOCAL.fullmatch(master)
     if found is None:

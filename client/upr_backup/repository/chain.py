@@ -33,11 +33,8 @@ class Link:
     """What is kept in memory of a committed backup.
 
     Args:
-        number, kind, cut_time, started, finished: as in the manifest.
-        rows, file_bytes: how many rows and bytes it adds.
         files, rollbacks: how many.
         cuts: by partition.
-        seen: as in the manifest.
         sha256: of the manifest's document.
     """
 
@@ -80,11 +77,7 @@ class Chain:
     Args:
         links: ascending, without a gap.
         load: returns the manifest of a number among them.
-        merged: the merged bases, by number.
-
-    Attributes:
-        links: of all restore points.
-        merged: the merged bases among them, by number.
+        merged: merged bases, by number; those of restore points are kept.
     """
 
     def __init__(
@@ -308,12 +301,7 @@ class Keep:
     pinned: Collection[int] = ()
 
     def oldest(self, chain: Chain, now: int) -> int:
-        """Return the oldest number that stays, of a chain that is not empty.
-
-        Args:
-            chain: as the repository has it.
-            now: microseconds since the epoch.
-        """
+        """Return the oldest number that stays, of a chain that is not empty; now in microseconds since the epoch."""
         kept = {chain.last}
         if self.last is not None:
             kept.add(max(chain.last - self.last + 1, chain.first))

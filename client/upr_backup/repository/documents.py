@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 from upr_backup.errors import RepositoryDamagedError, RepositoryError
 from upr_protocol.limits import PARTITIONS, SEQNO_MAX
@@ -102,7 +102,6 @@ def _other_format(name: str, found: int) -> RepositoryError:
 
 Kind = Literal["full", "incremental", "merged"]
 
-_KINDS: Final = ("full", "incremental", "merged")
 _PARENT: Final = re.compile(r"[0-9a-f]{64}(\+[0-9]{1,10})?")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _FILE: Final = re.compile(r"(data/[0-9]{10}|merged/[0-9]{10}-[0-9a-f]{16})/[0-9a-f]{16}\.parquet")
@@ -110,14 +109,7 @@ _FILE: Final = re.compile(r"(data/[0-9]{10}|merged/[0-9]{10}-[0-9a-f]{16})/[0-9a
 
 
 class FileRef(NamedTuple):
-    """A data file.
-
-    Args:
-        path: its name in the repository.
-        bytes: its size.
-        sha256: of its bytes, in hex.
-        rows: how many.
-    """
+    """A data file: its name in the repository, its size, the SHA-256 of its bytes in hex, and how many rows it has."""
 
     path: str
     bytes: int
@@ -156,7 +148,6 @@ class RolledBack(NamedTuple):
         partition: 0 to 1023.
         from_seqno: up to where the chain had data.
         seqno: up to where it stays.
-        words: why.
     """
 
     partition: int
@@ -171,14 +162,12 @@ class Manifest:
 
     Args:
         number: 1 for the first of a repository.
-        kind: a full or merged one needs none before it.
         repository: the repository's id.
         parent: SHA-256 of the manifest before, or of the repository's own document; behind it "+57" when the run knew
             that what is before 57 has expired. Of a merged base: SHA-256 of the manifest of its number.
         cut_name: of the cut it was taken at.
         cut_time: when that was made, by the server's clock; microseconds since the epoch.
         started, finished: by this machine's clock; microseconds since the epoch.
-        files: the data files.
         entries: of every partition.
         rollbacks: what the server rolled back since the backup before.
         left_out: why partitions were left out: dead at the server, they are as they were in the backup before.
@@ -236,11 +225,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str) -> Self:
-        """Return the manifest that ``to_json`` gave.
-
-        Raises:
-            RepositoryDamagedError: a field is missing or makes no sense.
-        """
+        """Return the manifest that ``to_json`` gave; RepositoryDamagedError for anything else."""
         try:
             manifest = cls(
                 number_from_json(content["number"], "number", _NUMBER_MAX, 1),
@@ -291,11 +276,7 @@ class Expiry:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str) -> Self:
-        """Return the expiry that ``to_json`` gave.
-
-        Raises:
-            RepositoryDamagedError: a field is missing.
-        """
+        """Return the expiry that ``to_json`` gave; RepositoryDamagedError for anything else."""
         try:
             number_from_json(content["number"], "number", _NUMBER_MAX, 1)
             number_from_json(content["time"], "time", MICROS_MAX)
@@ -333,11 +314,7 @@ def _short(error: Exception) -> str:
 
 
 def file_from_json(document: Mapping[str, Any]) -> FileRef:
-    """Return the data file whose ``_asdict`` this was.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none, or not one of a repository.
-    """
+    """Return the data file whose ``_asdict`` this was; one of NOT_WRITTEN_HERE for any other, or one outside of a repository."""
     file = FileRef(*(document[name] for name in FileRef._fields))
     if type(file.path) is not str or not _FILE.fullmatch(file.path):
         raise ValueError(f"{str(file.path)[:60]!r} is no name of a data file")
@@ -349,11 +326,7 @@ def file_from_json(document: Mapping[str, Any]) -> FileRef:
 
 
 def rolled_back_from_json(values: Any) -> RolledBack:
-    """Return the rollback that was stored as a list.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
+    """Return the rollback that was stored as a list; one of NOT_WRITTEN_HERE for anything else."""
     found = RolledBack(*values)
     number_from_json(found.partition, "a partition", PARTITIONS - 1)
     number_from_json(found.from_seqno, "a seqno", SEQNO_MAX)
@@ -366,11 +339,7 @@ def entry_to_json(entry: Entry) -> Json:
 
 
 def entry_from_json(document: Mapping[str, Any]) -> Entry:
-    """Return the entry that ``entry_to_json`` gave.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
+    """Return the entry that ``entry_to_json`` gave; one of NOT_WRITTEN_HERE for anything else."""
     entry = Entry(*(document[name] for name in _ENTRY))
     number_from_json(entry.end, "to", SEQNO_MAX)
     number_from_json(entry.start, "from", entry.end)
@@ -388,7 +357,7 @@ def entry_from_json(document: Mapping[str, Any]) -> Entry:
 
 
 def _what_is_wrong(manifest: Manifest) -> str:
-    if manifest.kind not in _KINDS:
+    if manifest.kind not in get_args(Kind):
         return f"kind is {manifest.kind!r:.80}"
     if not _PARENT.fullmatch(manifest.parent):
         return f"parent is {manifest.parent!r:.80}"

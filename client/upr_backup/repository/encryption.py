@@ -53,12 +53,7 @@ def mark(content: Json, key: bytes) -> str:
 
 
 def check_key(content: Json, key: bytes | None, location: str) -> None:
-    """Check that a repository is encrypted exactly when there is a key, and with this one.
-
-    Args:
-        content: of its own document.
-        key: None without.
-        location: of the repository.
+    """Check by its own document that a repository is encrypted exactly when there is a key, and with this one.
 
     Raises:
         RepositoryError: it is not.
@@ -86,12 +81,7 @@ def check_key(content: Json, key: bytes | None, location: str) -> None:
 
 
 class EncryptedStorage:
-    """Objects that are encrypted in another storage. Sizes are those of what was encrypted.
-
-    Args:
-        storage: where they are.
-        key: 32 bytes.
-    """
+    """Objects that are encrypted in another storage, with a key of 32 bytes. Sizes are those of what was encrypted."""
 
     def __init__(self, storage: Storage, key: bytes) -> None:
         self._storage = storage
@@ -157,12 +147,7 @@ class EncryptedStorage:
 
 
 class EncryptingSink:
-    """An object that is encrypted while it is written.
-
-    Args:
-        sink: takes what is encrypted.
-        key: of the repository.
-        name: of the object.
+    """An object that is encrypted while it is written into another sink.
 
     Attributes:
         size: bytes written so far, before they were encrypted.
@@ -252,11 +237,7 @@ def _opened(cipher: Any, name: str, number: int, chunks: int, sealed: bytes) -> 
 
 
 def _cipher(key: bytes, salt: bytes, name: str) -> Any:
-    """Return what encrypts one object, and no other.
-
-    Raises:
-        MissingPackageError: cryptography is not installed.
-    """
+    """Return what encrypts one object, and no other; MissingPackageError without cryptography."""
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from cryptography.hazmat.primitives.hashes import SHA256

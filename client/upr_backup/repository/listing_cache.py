@@ -44,7 +44,6 @@ def read_index(storage: Storage, repository: str, sizes: Mapping[int, int]) -> d
     """Return the links of the manifests that an index knows, by number; none where no index fits.
 
     Args:
-        storage: the repository's.
         repository: its id.
         sizes: the bytes of each manifest that is there, by number.
     """
@@ -69,12 +68,7 @@ def read_index(storage: Storage, repository: str, sizes: Mapping[int, int]) -> d
 def write_index(
     storage: Storage, repository: str, links: Iterable[Link], sizes: Mapping[int, int]
 ) -> None:
-    """Write an index and remove the older ones.
-
-    Args:
-        storage, repository, sizes: as in ``read_index``.
-        links: ascending, one or more.
-    """
+    """Write an index of one or more links, ascending, and remove the older ones."""
     rows = [_to_json(link, sizes[link.number]) for link in links]
     name = f"{INDEX}{rows[-1][0]:010d}.json"
     older = _names(storage)

@@ -39,7 +39,6 @@ class Lock:
     """Holds a repository for a ``with`` block.
 
     Args:
-        storage: the repository's.
         seconds: how long it holds when it is not renewed.
         clock: seconds since the epoch.
     """

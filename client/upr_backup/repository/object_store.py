@@ -59,7 +59,6 @@ def one_line(location: str, name: str | None) -> Iterator[None]:
     """Turn what obstore raises about an object into an error of this program.
 
     Args:
-        location: the storage's.
         name: the object's, or a prefix; None while the storage is opened.
 
     Raises:
@@ -87,11 +86,8 @@ def one_line(location: str, name: str | None) -> Iterator[None]:
 
 
 def of_object_store(text: str, location: str) -> Exception | None:
-    """Return what another program's words about an object store mean; None when they are of something else.
-
-    Args:
-        text: as obstore would say it, or with more around it.
-        location: what it was about.
+    """Return what another program's words about a location mean, which are obstore's or have them in them; None when
+    they are of something else.
     """
     found = _translated(OSError(text), location, "")
     unknown = isinstance(found, OSError) and found.errno == errno.EREMOTEIO
@@ -172,7 +168,6 @@ def interruptible(call: Callable[[], _T], halt: Callable[[], Any] | None = None)
     KeyboardInterrupt the call goes on in a thread that the end of the process ends.
 
     Args:
-        call: what to call.
         halt: has the call end soon; after a KeyboardInterrupt it is called, and the call is waited for.
     """
     if threading.current_thread() is not threading.main_thread():

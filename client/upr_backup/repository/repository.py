@@ -77,13 +77,7 @@ def _refuse(words: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A run that was begun for a number.
-
-    Args:
-        number: of the backup it is to become.
-        name: random.
-        plan: what it set out to do.
-    """
+    """A run that was begun, for the number of the backup that it is to become; its name is random."""
 
     number: int
     name: str
@@ -94,8 +88,7 @@ class Tag(NamedTuple):
     """What a name stands for.
 
     Args:
-        number: of a backup.
-        sha256: of its manifest: after a repair another backup may have its number.
+        sha256: of the backup's manifest: after a repair another one may have its number.
         pin: whether the backup does not expire.
     """
 
@@ -111,8 +104,7 @@ class Repository:
         storage: where its objects are; of an encrypted one what encrypts them.
         key: of an encrypted one, 32 bytes; else None.
         id: random, 32 hex digits.
-        bucket: the bucket's name.
-        bucket_version: its random id, 16 hex digits.
+        bucket_version: the random id of the bucket, 16 hex digits.
         target: where the server was when the repository was made.
     """
 
@@ -149,8 +141,6 @@ class Repository:
         """Make a new repository for a bucket.
 
         Args:
-            storage: where.
-            bucket, bucket_version, target: what it is for.
             created: now, in microseconds since the epoch.
             key: 32 bytes, to encrypt it with; None leaves it readable for everybody.
 
@@ -182,11 +172,7 @@ class Repository:
 
     @classmethod
     def open(cls, storage: Storage, key: bytes | None = None) -> Self:
-        """Open a repository.
-
-        Args:
-            storage: where its objects are.
-            key: of an encrypted one.
+        """Open a repository, an encrypted one with its key.
 
         Raises:
             RepositoryError: there is none, it is of another format, or the key is not the one of it.
@@ -253,11 +239,7 @@ class Repository:
         return chain
 
     def chain_from(self, expiry: Expiry) -> Chain:
-        """Return the backups that an expiry leaves, whether or not it counts, or is the newest.
-
-        Raises:
-            RepositoryDamagedError: as for ``chain``.
-        """
+        """Return the backups that an expiry leaves, whether or not it counts, or is the newest; raises as ``chain``."""
         return self._chain(expiry, self._numbers(), _refuse)
 
     def _chain(
@@ -535,14 +517,7 @@ class Repository:
         return self.storage.put_if_absent(_expiry_name(expiry.number), seal(expiry.to_json()))
 
     def expiries(self, on_damage: Callable[[str], Any] = _refuse) -> list[Expiry]:
-        """Return all expiries, by number.
-
-        Args:
-            on_damage: called with each that cannot be read, instead of an error.
-
-        Raises:
-            RepositoryDamagedError: one cannot be read.
-        """
+        """Return all expiries, by number; ``on_damage`` as in ``chain``."""
         found = []
         for number in self._expired_numbers():
             try:
@@ -598,14 +573,9 @@ class Repository:
         return tag
 
     def tags(self, chain: Chain, on_damage: Callable[[str], Any] = _refuse) -> dict[str, Tag]:
-        """Return the tags of the backups of a chain, by name.
+        """Return the tags of the backups of a chain, by name; ``on_damage`` as in ``chain``.
 
-        Args:
-            chain: as the repository has it.
-            on_damage: called with each that cannot be read, instead of an error.
-
-        Raises:
-            RepositoryDamagedError: one cannot be read. It may be of a backup that does not expire.
+        One that cannot be read may be of a backup that does not expire.
         """
         found = {}
         for path in self.storage.names(TAGS):

@@ -45,10 +45,7 @@ class ObjectReader(io.RawIOBase):
     """The bytes of an object, in any order.
 
     Args:
-        name: of the object.
-        size: its bytes.
         read: returns bytes from a position on, so many at most; none at the end or behind it.
-        close: called when it is closed.
     """
 
     def __init__(
