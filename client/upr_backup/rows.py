@@ -109,11 +109,11 @@ class RowsWriter:
 
     def add(self, changes: ChangeBatch) -> None:
         batch = record_batch(changes)
-        op = pc.if_else(batch.column("deleted"), "delete", "set")
-        columns = [batch.column(name) for name in ("key", "value", "time")]
-        first = [batch.column("partition"), batch.column("seqno"), op]
-        columns.append(_further_of(changes, batch.num_rows))
-        self.add_rows(pa.RecordBatch.from_arrays([*first, *columns], schema=SCHEMA))
+        columns = {name: batch.column(name) for name in batch.schema.names}
+        columns["op"] = pc.if_else(batch.column("deleted"), "delete", "set")
+        columns["further"] = _further_of(changes, batch.num_rows)
+        arrays = [columns[name] for name in SCHEMA.names]
+        self.add_rows(pa.RecordBatch.from_arrays(arrays, schema=SCHEMA))
 
     def add_rows(self, batch: Any) -> None:
         """Add a record batch of ``SCHEMA``; LateCellsError when it was to be wide."""

@@ -3,7 +3,6 @@
 ``python -m upr_backup.ship OUT.zip`` writes it from what is installed here.
 """
 
-import importlib.util
 import sys
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -23,8 +22,8 @@ def write_zip(out: Path) -> int:
     Raises:
         OSError: it cannot be written.
     """
-    found = [path for folder in map(_folder, PACKAGES) for path in folder.rglob("*.py")]
-    root = _folder(PACKAGES[0]).parent
+    root = Path(__file__).parents[1]
+    found = [path for name in PACKAGES for path in (root / name).rglob("*.py")]
     found += [path for name in MODULES if (path := root / f"{name}.py").exists()]
     files = sorted((path.relative_to(root).as_posix(), path) for path in found)
     folders = {parent for name, _ in files for parent in PurePosixPath(name).parents}
@@ -38,13 +37,6 @@ def write_zip(out: Path) -> int:
             about.external_attr = 0o644 << 16
             archive.writestr(about, path.read_bytes())
     return len(files)
-
-
-def _folder(package: str) -> Path:
-    found = importlib.util.find_spec(package)
-    assert found is not None
-    assert found.submodule_search_locations is not None
-    return Path(next(iter(found.submodule_search_locations)))
 
 
 def main() -> int:

@@ -247,8 +247,8 @@ def backup_group(
         raise RepositoryError(f"there is another repository in {task.location} by now")
     with Client(task.target, retry_seconds=task.patience, **task.login.options) as client:
         bucket = client.bucket(task.bucket)
-
-        def read(task: Task, path: str) -> TaskResult:
-            return read_group(bucket, repository.storage, task, path, progress)
-
-        return stage_read(repository, task, read)
+        return stage_read(
+            repository,
+            task,
+            lambda task, path: read_group(bucket, repository.storage, task, path, progress),
+        )

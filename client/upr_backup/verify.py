@@ -40,8 +40,6 @@ from upr_client.types import Cut
 from upr_protocol.failover import parse_failover_id
 from upr_protocol.limits import PARTITIONS
 
-_MERGED = {"full": "", "incremental": "", "merged": ", merged"}
-
 
 def verify(
     repository: Repository, share: float, progress: Callable[[int, int], Any]
@@ -73,7 +71,8 @@ def verify(
             if not problem and done in read:
                 problem = _rows_problem(repository.storage, manifest, index)
             if problem:
-                yield f"backup {manifest.number}{_MERGED[manifest.kind]}: {problem}"
+                merged = ", merged" if manifest.kind == "merged" else ""
+                yield f"backup {manifest.number}{merged}: {problem}"
             done += 1
     progress(done, total)
 

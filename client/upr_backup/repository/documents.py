@@ -52,8 +52,7 @@ def sha256(data: bytes) -> str:
 
 def seal(content: Json) -> bytes:
     """Return a document with its format and the SHA-256 of all its bytes."""
-    packer = zlib.compressobj(wbits=_GZIP)
-    packed = packer.compress(canonical(content)) + packer.flush()
+    packed = zlib.compress(canonical(content), wbits=_GZIP)
     head = b"upr-backup %d " % FORMAT
     return head + sha256(head + packed).encode() + b"\n" + packed
 

@@ -180,9 +180,6 @@ class EncryptingSink:
         self._sink.write(self._cipher.encrypt(_nonce(self._number, last), chunk, None))
         self._number += 1
 
-    def flush(self) -> None:
-        """Do nothing: a chunk is written when it is full."""
-
     def end(self) -> None:
         self._seal(bytes(self._held), True)
         self._held.clear()

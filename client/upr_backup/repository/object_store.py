@@ -388,9 +388,6 @@ class ObjectSink:
         with one_line(self._storage.location, self._name):
             interruptible(lambda: self._writer.write(held))
 
-    def flush(self) -> None:
-        """Do nothing: a part is sent when it is full."""
-
     def finish(self) -> str:
         """Make the object of its parts."""
         self._send()

@@ -286,9 +286,6 @@ class LocalSink:
         self.size += view.nbytes
         return view.nbytes
 
-    def flush(self) -> None:
-        self._file.flush()
-
     def finish(self) -> str:
         """Sync the file and its folder."""
         with _named(self._path):
