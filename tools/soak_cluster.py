@@ -8,7 +8,6 @@ within their limits, which are those of a machine that has nothing else to do. T
 
 import argparse
 import itertools
-import os
 import random
 import statistics
 import sys
@@ -23,6 +22,7 @@ from tests.cluster.rounds import ETCD, ClusterRounds
 from tests.etcd import running_etcd
 from tests.harness import RunningServer
 from tests.replica.rounds import Writing
+from tools.bench.common import process_cpu
 from tools.demo import say
 from tools.soak_replicas import kept_if_wrong, starting
 
@@ -189,20 +189,12 @@ def run(name: str, folder: Path, seed: int, ends: float) -> tuple[str, bool]:
         ), is_whole
 
 
-def cpu_seconds(server: RunningServer) -> float:
-    """Return the time that a server's process has had of a processor."""
-    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def use_of(servers: Sequence[RunningServer]) -> tuple[float, float]:
     """Return which part of a processor the owner has for a while, and each other one."""
-    before, began = [*map(cpu_seconds, servers)], time.monotonic()
+    before, began = [process_cpu(one.pid) for one in servers], time.monotonic()
     time.sleep(COST_SECONDS)
     took = time.monotonic() - began
-    used = [
-        (now - then) / took for now, then in zip(map(cpu_seconds, servers), before, strict=True)
-    ]
+    used = [(process_cpu(one.pid) - then) / took for one, then in zip(servers, before, strict=True)]
     return used[0], statistics.mean(used[1:])
 
 

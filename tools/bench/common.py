@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -104,10 +105,44 @@ def print_figures(figures: Iterable[Figure], as_json: bool) -> None:
     found = []
     for figure in figures:
         found.append(figure)
-        if not as_json:
+        if as_json:
+            say(figure.line())
+        else:
             print(figure.line(), flush=True)
     if as_json:
         print(json.dumps([asdict(figure) for figure in found], indent=2))
+
+
+def process_cpu(pid: int) -> float:
+    """Return the seconds that a process has had of processors so far."""
+    return _cpu_of(_stat(pid)[11:13])
+
+
+def tree_cpu(pid: int) -> float:
+    """Return the same of a process and all below it, those that ended included."""
+    parents: dict[int, list[int]] = {}
+    used: dict[int, float] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        # One may end meanwhile.
+        with suppress(OSError):
+            fields = _stat(int(entry.name))
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+            used[int(entry.name)] = _cpu_of(fields[11:15])
+    total, left = 0.0, [pid]
+    while left:
+        one = left.pop()
+        total += used.get(one, 0.0)
+        left += parents.get(one, [])
+    return total
+
+
+def _stat(pid: int) -> list[str]:
+    # The name, in brackets, may hold blanks.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _cpu_of(ticks: list[str]) -> float:
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

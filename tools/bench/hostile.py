@@ -22,7 +22,7 @@ from typing import Final
 
 from tests.harness import RunningServer
 from tools.bench.attacks import ATTACKS, GUARDED
-from tools.bench.common import say, server
+from tools.bench.common import process_cpu, say, server
 from upr.service.access.identities import add_identity
 from upr_client import AsyncClient
 from upr_client.types import AsyncBucket
@@ -207,11 +207,6 @@ class _Watch:
             thread.join()
 
 
-def _cpu(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def measure(attack: str, seconds: float) -> Outcome:
     """Run one attack beside the honest load on a new server."""
     # What the attack before has left to be written would be in the way of this one's fsyncs.
@@ -228,15 +223,15 @@ def measure(attack: str, seconds: float) -> Outcome:
             while sum(slot.followed > 0 for slot in watch.slots) < 4:
                 time.sleep(SLOT_SECONDS)
             time.sleep(BEFORE_SECONDS)
-            began, server_began = time.monotonic(), _cpu(running.pid)
+            began, server_began = time.monotonic(), process_cpu(running.pid)
             before = [slot for slot in watch.slots if slot.at > began - BEFORE_SECONDS + 1]
             hostile = subprocess.Popen(
                 [sys.executable, "-m", "tools.bench.attacks", attack, running.target],
                 stderr=subprocess.DEVNULL,
             )
             time.sleep(seconds)
-            attacker_cpu = _cpu(hostile.pid)
-            server_cpu = _cpu(running.pid) - server_began
+            attacker_cpu = process_cpu(hostile.pid)
+            server_cpu = process_cpu(running.pid) - server_began
             ended = time.monotonic()
             hostile.kill()
             hostile.wait()

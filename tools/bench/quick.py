@@ -5,12 +5,10 @@ The table, or with ``--json`` one document, goes to stdout; progress goes to std
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any, Final
 
 import grpc.aio
@@ -23,6 +21,7 @@ from tools.bench.common import (
     Row,
     batches,
     encoded,
+    print_figures,
     say,
     server,
     write_batches,
@@ -202,17 +201,10 @@ def main() -> int:
         "secure": lambda: measure_secure(rows),
         "replicas": lambda: measure_replicas(rows),
     }
-    figures: list[Figure] = []
-    for name, part in parts.items():
-        if options.only in (None, name):
-            for figure in part():
-                say(f"{figure.name}: {figure.value:,.2f} {figure.unit}")
-                figures.append(figure)
-    if options.json:
-        print(json.dumps([asdict(figure) for figure in figures], indent=1))
-    else:
+    chosen = [part for name, part in parts.items() if options.only in (None, name)]
+    if not options.json:
         print(f"{'measure':<40}{'value':>12} {'unit':<7}{'target':>11}{'bare':>7}")
-        print("\n".join(figure.line() for figure in figures))
+    print_figures((figure for part in chosen for figure in part()), options.json)
     return 0
 
 

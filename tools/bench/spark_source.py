@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from tools.bench.backup import fill
-from tools.bench.common import Figure, print_figures, say, server
+from tools.bench.common import Figure, print_figures, process_cpu, say, server, tree_cpu
 from upr_spark import configure, register
 from upr_spark.source.data_source import UprDataSource
 
 TARGET_MICROSECONDS: Final = 1.5
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
-_USER_TIME: Final = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,38 +38,10 @@ class Used:
         return Used(self.jvm - before.jvm, self.python - before.python, self.server - before.server)
 
 
-def _times(pid: int) -> tuple[int, float, float]:
-    """Return a process's parent, its own seconds, and those of its children that ended."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    fields = text[text.rindex(")") + 2 :].split()
-    own = [int(ticks) / _TICKS for ticks in fields[_USER_TIME : _USER_TIME + 4]]
-    return int(fields[1]), own[0] + own[1], own[2] + own[3]
-
-
-def _processes() -> dict[int, tuple[int, float, float]]:
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                found[int(name)] = _times(int(name))
-            except OSError:
-                # It ended meanwhile.
-                continue
-    return found
-
-
 def used(jvm: int, server_pid: int) -> Used:
     """Return what a JVM, everything below it, and a server have used so far."""
-    processes = _processes()
-    below = {jvm}
-    while True:
-        more = {pid for pid, (parent, _, _) in processes.items() if parent in below} - below
-        if not more:
-            break
-        below |= more
-    _, own, ended = processes[jvm]
-    python = sum(processes[pid][1] + processes[pid][2] for pid in below - {jvm})
-    return Used(own, python + ended, processes[server_pid][1])
+    own = process_cpu(jvm)
+    return Used(own, tree_cpu(jvm) - own, process_cpu(server_pid))
 
 
 def session(folder: Path) -> Any:

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from tools.bench.common import VALUE_BYTES, Row, WrongResultError, zipfian_rows
+from tools.bench.common import VALUE_BYTES, Row, WrongResultError, tree_cpu, zipfian_rows
 from tools.bench.peers.servers import KINDS, MANY, Running, running
 from tools.bench.peers.stores import KeyedStore, Store, Upr, dealt, write_all
 from upr_protocol.limits import PARTITIONS
@@ -56,7 +56,7 @@ class Timer:
 
     def __init__(self, peer: Running) -> None:
         self._peer = peer
-        self._server, self._client = peer.cpu_seconds(), time.process_time()
+        self._server, self._client = tree_cpu(peer.pid), time.process_time()
         self._began = time.perf_counter()
 
     def seconds(self) -> float:
@@ -70,7 +70,7 @@ class Timer:
             measure,
             value,
             unit,
-            (self._peer.cpu_seconds() - self._server) / seconds,
+            (tree_cpu(self._peer.pid) - self._server) / seconds,
             (time.process_time() - self._client) / seconds,
         )
 

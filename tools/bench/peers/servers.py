@@ -173,26 +173,6 @@ class Running:
     address: str
     pid: int
 
-    def cpu_seconds(self) -> float:
-        """Return what its processes have used so far, those that ended included."""
-        parents: dict[int, list[int]] = {}
-        used: dict[int, float] = {}
-        for entry in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                # The name, in brackets, may hold blanks.
-                fields = entry.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            pid = int(entry.parent.name)
-            parents.setdefault(int(fields[1]), []).append(pid)
-            used[pid] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-        total, left = 0.0, [self.pid]
-        while left:
-            pid = left.pop()
-            total += used.get(pid, 0.0)
-            left += parents.get(pid, [])
-        return total
-
 
 def program(name: str, package: str) -> str:
     """Return the path of a program of a peer.
