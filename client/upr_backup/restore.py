@@ -43,12 +43,7 @@ _FOLDER = "journal/"
 
 
 class Journal:
-    """The journal of one attempt.
-
-    Attributes:
-        groups: the partitions of each group.
-        resumed: whether it is the one of an earlier run.
-    """
+    """The journal of one attempt, this run's or a resumed one: the partitions of each group, and which groups are done."""
 
     def __init__(
         self, storage: Storage, folder: str, groups: Sequence[Sequence[int]], resumed: bool
@@ -239,13 +234,10 @@ class Restore:
         )
 
     def look(self, is_there: bool) -> Restored:
-        """Read and check everything, and return what ``run`` would write; nothing is written.
+        """Read and check everything, and return what ``run`` would write; nothing is written. Raises as ``run``.
 
         Args:
             is_there: whether the bucket exists; else it counts as empty.
-
-        Raises:
-            NotEmptyError, RepositoryDamagedError, UprError: as ``run``.
         """
         journal = self._interrupted()[0] if is_there else None
         groups = self.point.groups(self.group_bytes)

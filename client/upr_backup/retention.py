@@ -65,11 +65,7 @@ def beginning(chain: Chain, oldest: int) -> int | None:
 
 
 def expire(repository: Repository, chain: Chain, first: int, now: int) -> bool:
-    """Let what is before a number that ``beginning`` returned expire; False when that was so already.
-
-    Args:
-        now: microseconds since the epoch.
-    """
+    """Let what is before a number that ``beginning`` returned expire, now in microseconds; False when that was so already."""
     link = chain.link(first)
     bases = [""] if link.kind == "full" else repository.merged_bases(first)
     if not bases:

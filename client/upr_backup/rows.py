@@ -617,11 +617,7 @@ def _further_of(changes: ChangeBatch, rows: int) -> Any:
 
 
 class Differences(NamedTuple):
-    """How what is there differs from what should be: how many keys, and some of them.
-
-    Args:
-        different: of those with another value, or other further cells.
-    """
+    """How what is there differs from what should be: how many keys, and some of them. Other further cells are a difference."""
 
     missing: int
     different: int
@@ -694,11 +690,7 @@ def some_keys(table: Any, rows: I64) -> list[bytes]:
 
 
 def differences(expected: Any, found: Any) -> Differences:
-    """Compare two tables with columns key, value and further, in any order of rows; a key is in each at most once.
-
-    Returns:
-        No difference exactly when both have the same keys with the same values and further cells.
-    """
+    """Compare two tables with columns key, value and further, in any order of rows; a key is in each at most once."""
     both, there, missing, unexpected = match(expected, found)
     different = np.union1d(
         *[other_values(expected, found, both, there, name) for name in ("value", "further")]
@@ -725,12 +717,7 @@ def data_bytes(table: Any) -> int:
 
 
 def check_files(storage: Storage, files: set[FileRef]) -> None:
-    """Check that data files are as they were written.
-
-    Raises:
-        RepositoryDamagedError: one is not, or is missing.
-        OSError, UprError: one cannot be reached, or may not be read.
-    """
+    """Raise RepositoryDamagedError where a data file is not as it was written; OSError or UprError where one cannot be read."""
     for file in sorted(files, key=lambda file: file.path):
         problem = _file_problem(storage, file, True)
         if problem:

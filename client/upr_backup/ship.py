@@ -17,11 +17,7 @@ _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 
 
 def write_zip(out: Path) -> int:
-    """Write the zip; the same code gives the same bytes. Returns how many files are in it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the zip, and return how many files are in it; the same code gives the same bytes."""
     root = Path(__file__).parents[1]
     found = [path for name in PACKAGES for path in (root / name).rglob("*.py")]
     found += [path for name in MODULES if (path := root / f"{name}.py").exists()]

@@ -92,11 +92,7 @@ class ServerSource:
                 time.sleep(_ASK_AGAIN_SECONDS)
 
     def renew(self, name: str) -> None:
-        """Have a cut's lease begin anew when a third of it is over; called all the time.
-
-        Raises:
-            HistoryChangedError: the cut is gone.
-        """
+        """Have a cut's lease begin anew when a third of it is over, or raise HistoryChangedError; called all the time."""
         if time.monotonic() < self._renew_at:
             return
         try:
@@ -117,11 +113,7 @@ class ServerSource:
             self._admin.release_cut(self._bucket, name)
 
     def committed(self, cut_time: int) -> None:
-        """Have the server know up to where the repository has everything, so that purging waits for the next backup.
-
-        Args:
-            cut_time: of the cut that was committed; microseconds since the epoch.
-        """
+        """Have the server know up to which cut the repository has everything, so that purging waits for the next backup."""
         at = _EPOCH + timedelta(microseconds=cut_time)
         # Without it a backup that comes late reads some partitions anew, and is as right.
         with suppress(UprError):
@@ -148,8 +140,7 @@ def read_group(
 
     Raises:
         HistoryChangedError: the cut is gone, or the server rolled back what was being read.
-        UprError: the server failed.
-        OSError: the storage failed.
+        UprError, OSError: the server or the storage failed.
     """
     writer = RowsWriter(storage, path, wide=wide)
     try:
@@ -239,8 +230,7 @@ def backup_group(
     Raises:
         HistoryChangedError: the cut is gone, or the server rolled back what was being read.
         RepositoryError: there is another repository at the location.
-        UprError: the server or the storage failed.
-        OSError: the storage failed.
+        UprError, OSError: the server or the storage failed.
     """
     repository = Repository.open(open_storage(task.location), task.key)
     if repository.bucket_version != task.bucket_version:

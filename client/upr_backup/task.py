@@ -91,10 +91,8 @@ def staged_result(
 def stage_read(
     repository: Repository, task: Task, read: Callable[[Task, str], TaskResult]
 ) -> TaskResult:
-    """Read a group into a new data file and record it; returns the result that counts, which may be another task's.
-
-    Args:
-        read: reads it into a file of the name that it is given, and makes that durable.
+    """Read a group into a new data file, which ``read`` makes durable, and record it; returns the result that counts,
+    which may be another task's.
     """
     own = read(task, repository.new_data_name(task.number))
     repository.stage_group(task.number, task.attempt, task.index, own.to_json())

@@ -47,7 +47,6 @@ def verify(
     """Yield everything that is wrong, as one line each.
 
     Args:
-        repository: it was opened, so its own document is right.
         share: of the data files, 0 to 1, is read, chosen anew each time; the others are looked at for their size.
         progress: called with files done and files in all.
 
@@ -103,12 +102,7 @@ class Comparison:
 
 
 class AgainstServer:
-    """Compares a backup with the bucket that it was taken of.
-
-    Args:
-        point: the newest backup, whole.
-        progress: called with partitions done and in all.
-    """
+    """Compares the newest backup, whole, with the bucket that it was taken of."""
 
     def __init__(self, point: Point, client: Client, progress: Callable[[int, int], Any]) -> None:
         self._point = point

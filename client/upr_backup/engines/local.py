@@ -32,11 +32,7 @@ class WorkerKilledError(UprError):
 
 
 class LocalEngine:
-    """Reads groups in processes.
-
-    Args:
-        processes: how many groups are read at a time, 1 or more. One is read in a thread of this process.
-    """
+    """Reads groups in so many processes at a time, 1 or more; one alone is read in a thread of this process."""
 
     def __init__(self, processes: int) -> None:
         self.parallel = processes

@@ -92,14 +92,11 @@ def active_session() -> Any:
 
 
 def start_session(master: str | None, settings: Mapping[str, str]) -> Any:
-    """Start a session.
+    """Start a session, or raise SparkError.
 
     Args:
         master: None under spark-submit.
         settings: of Spark, by their names; they go over everything else.
-
-    Raises:
-        SparkError: it did not start.
     """
     # Else executors take the python3 of their PATH, which need not have anything of this.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -198,10 +195,8 @@ def words_of(error: BaseException) -> str:
 
 @contextmanager
 def _filtered(said: deque[str]) -> Iterator[None]:
-    """Have a JVM that is started meanwhile write its stderr to a thread, which passes on what our log settings made.
-
-    Args:
-        said: gets the newest lines.
+    """Have a JVM that is started meanwhile write its stderr to a thread, which passes on what our log settings made, and
+    keeps the newest lines.
     """
     sys.stderr.flush()
     saved = os.dup(2)

@@ -30,12 +30,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What is kept in memory of a committed backup.
+    """What is kept in memory of a committed backup: how many files and rollbacks it has, and its cuts by partition.
 
-    Args:
-        files, rollbacks: how many.
-        cuts: by partition.
-        sha256: of the manifest's document.
+    Its SHA-256 is that of the manifest's document.
     """
 
     number: int
@@ -105,20 +102,11 @@ class Chain:
         return len(self.links)
 
     def by_number(self, number: int) -> Manifest:
-        """Return the manifest of a number.
-
-        Raises:
-            BackupNotFoundError: there is none of that number, or it has expired.
-            RepositoryDamagedError: it cannot be read any more.
-        """
+        """Return the manifest of a number; raises as ``link``, and RepositoryDamagedError when it cannot be read any more."""
         return self._load(self.link(number).number)
 
     def link(self, number: int) -> Link:
-        """Return the link of a number.
-
-        Raises:
-            BackupNotFoundError: there is none of that number, or it has expired.
-        """
+        """Return the link of a number; BackupNotFoundError when there is none, or it has expired."""
         if not self._has(number):
             there = f"there are {self.first} to {self.last}" if self.links else "there is none yet"
             if 1 <= number < self.first:
@@ -239,13 +227,9 @@ def _serves(base: Manifest, gone: set[int], cuts: Mapping[int, int]) -> bool:
 
 
 def needed(chain: Chain, number: int) -> Sequence[Manifest]:
-    """Return what a restore point rests on: a full or merged base at or before it, and the backups after that.
+    """Return what a restore point rests on, without positions: a base at or before it, and the backups after that.
 
-    The positions are left out.
-
-    Raises:
-        BackupNotFoundError: there is no backup of that number, or it has expired.
-        RepositoryDamagedError: no base serves it.
+    Raises as ``Chain.base``.
     """
     base = chain.base(number)
     later = range(base.number + 1, number + 1)

@@ -141,13 +141,7 @@ class Entry(NamedTuple):
 
 
 class RolledBack(NamedTuple):
-    """A rollback that the server demanded of a backup.
-
-    Args:
-        partition: 0 to 1023.
-        from_seqno: up to where the chain had data.
-        seqno: up to where it stays.
-    """
+    """A rollback that the server demanded of a backup: from up to where the chain had data to up to where that stays."""
 
     partition: int
     from_seqno: int
@@ -161,7 +155,6 @@ class Manifest:
 
     Args:
         number: 1 for the first of a repository.
-        repository: the repository's id.
         parent: SHA-256 of the manifest before, or of the repository's own document; behind it "+57" when the run knew
             that what is before 57 has expired. Of a merged base: SHA-256 of the manifest of its number.
         cut_name: of the cut it was taken at.
@@ -258,7 +251,6 @@ class Expiry:
 
     Args:
         number: the first that stays.
-        repository: the repository's id.
         sha256: of the manifest of that number, so that the chain can be checked from there on.
         base: the name of the merged base that what stays rests on; "" when the backup is a full one.
         time: when it was decided, by this machine's clock; microseconds since the epoch.
@@ -378,11 +370,7 @@ def _what_is_wrong(manifest: Manifest) -> str:
 
 
 def check_link(before: Manifest | None, manifest: Manifest) -> None:
-    """Check that a manifest continues the one before it, in every partition.
-
-    Raises:
-        RepositoryDamagedError: it does not.
-    """
+    """Raise RepositoryDamagedError where a manifest does not continue the one before it, in every partition."""
     what = f"backup {manifest.number}"
     if manifest.number != (before.number if before else 0) + 1:
         raise RepositoryDamagedError(f"{what} does not follow the backup before it")

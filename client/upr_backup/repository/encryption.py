@@ -33,11 +33,7 @@ _DIGITS: Final = frozenset(b"0123456789abcdefABCDEF")
 
 
 def parse_key(text: bytes, where: str) -> bytes:
-    """Return the key that 64 hex digits are.
-
-    Raises:
-        InvalidArgumentError: it is something else; nothing of it is in the error.
-    """
+    """Return the key that 64 hex digits are; InvalidArgumentError for anything else, with nothing of it."""
     digits = text.strip()
     if len(digits) != 2 * KEY_BYTES or not _DIGITS.issuperset(digits):
         raise InvalidArgumentError(
@@ -53,11 +49,7 @@ def mark(content: Json, key: bytes) -> str:
 
 
 def check_key(content: Json, key: bytes | None, location: str) -> None:
-    """Check by its own document that a repository is encrypted exactly when there is a key, and with this one.
-
-    Raises:
-        RepositoryError: it is not.
-    """
+    """Raise RepositoryError unless its own document says that a repository has this key, or none where there is none."""
     marked = content.get("encryption")
     if marked is None and key is not None:
         raise RepositoryError(
@@ -147,12 +139,7 @@ class EncryptedStorage:
 
 
 class EncryptingSink:
-    """An object that is encrypted while it is written into another sink.
-
-    Attributes:
-        size: bytes written so far, before they were encrypted.
-        closed: whether it was closed; pyarrow asks.
-    """
+    """An object that is encrypted while it is written into another sink; its size is that of what was encrypted."""
 
     def __init__(self, sink: Sink | io.BytesIO, key: bytes, name: str) -> None:
         self._sink = sink

@@ -43,9 +43,7 @@ def manifest_name(number: int) -> str:
 def read_index(storage: Storage, repository: str, sizes: Mapping[int, int]) -> dict[int, Link]:
     """Return the links of the manifests that an index knows, by number; none where no index fits.
 
-    Args:
-        repository: its id.
-        sizes: the bytes of each manifest that is there, by number.
+    It fits a repository of this id, with manifests of these sizes, by number.
     """
     for name in reversed(_names(storage)):
         try:

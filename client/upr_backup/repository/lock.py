@@ -55,11 +55,7 @@ class Lock:
         self._looked = 0.0
 
     def __enter__(self) -> Self:
-        """Take the lock.
-
-        Raises:
-            LockedError: another run has it.
-        """
+        """Take the lock, or raise LockedError where another run has it."""
         for _ in range(8):
             number, holder = self._newest()
             if holder:
@@ -82,12 +78,10 @@ class Lock:
                     self._forget_older()
 
     def force(self) -> str:
-        """Release the lock whoever has it, and return who had it; "" for nobody.
+        """Release the lock whoever has it, and return who had it, "" for nobody.
 
-        What is committed stays right: the other run finds out within seconds, and before it commits.
-
-        Raises:
-            LockedError: a process of this machine has it, which can be ended.
+        What is committed stays right: the other run finds out within seconds, and before it commits. One of this machine
+        can be ended instead: LockedError.
         """
         number, holder = self._newest()
         if holder.endswith(f" on {socket.gethostname()[:_HOST_SHOWN]}"):
@@ -100,10 +94,7 @@ class Lock:
         return holder
 
     def keep(self, now: bool = False) -> None:
-        """Look every few seconds whether the lock is still this one's; renew it when a third of its time has passed.
-
-        Args:
-            now: renew it at once.
+        """Look every few seconds whether the lock is still this one's; renew it when a third of its time has passed, or now.
 
         Raises:
             LockedError: another run took it over.

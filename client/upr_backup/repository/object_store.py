@@ -351,12 +351,7 @@ class ObjectStorage:
 
 
 class ObjectSink:
-    """An object that is being written: in parts, several of them on their way at once.
-
-    Attributes:
-        size: bytes written so far.
-        closed: whether it was closed; pyarrow asks.
-    """
+    """An object that is being written: in parts, several of them on their way at once."""
 
     def __init__(self, storage: ObjectStorage, name: str) -> None:
         self._storage = storage

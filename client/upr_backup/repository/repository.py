@@ -360,10 +360,8 @@ class Repository:
         """Have the next listing read few manifests; called once in a while after a commit, with the lock held.
 
         Args:
-            whole: the chain, where all of it was read; else as many are added to the index as take no time.
-
-        Raises:
-            RepositoryDamagedError: a manifest is damaged.
+            whole: the chain, where all of it was read; else as many are added to the index as take no time, unless one is
+                damaged: RepositoryDamagedError.
         """
         sizes = self._sizes()
         if whole:
@@ -549,12 +547,7 @@ class Repository:
         self.storage.delete(_tag_name(name))
 
     def tag(self, name: str) -> Tag:
-        """Return what a name stands for.
-
-        Raises:
-            BackupNotFoundError: nothing.
-            RepositoryDamagedError: its document is damaged.
-        """
+        """Return what a name stands for; BackupNotFoundError for nothing, RepositoryDamagedError for a damaged document."""
         path = _tag_name(name)
         try:
             content = unseal(_read(self.storage, path), path)
@@ -638,8 +631,7 @@ class Repository:
     def clean(self, committed: int) -> None:
         """Remove what was staged for numbers up to ``committed`` and is not in their manifests.
 
-        Raises:
-            RepositoryDamagedError: a manifest cannot be read; nothing of its number was removed.
+        One that cannot be read is a RepositoryDamagedError, before anything of its number is removed.
         """
         numbers = {number_in(name) for name in self.storage.names(STAGING)}
         numbers &= self._numbers()

@@ -27,9 +27,13 @@ class Stored(NamedTuple):
 
 
 class Sink(Protocol):
-    """A new object that is being written; what pyarrow needs of a file, and what was written."""
+    """A new object that is being written, as pyarrow needs a file; and how many bytes were written so far."""
 
     size: int
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed; pyarrow asks."""
 
     def write(self, data: bytes) -> int:
         """Append."""
@@ -142,10 +146,8 @@ _PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXE
 class LocalStorage:
     """Objects as files below a folder. A file appears whole, by a link, or is written under a name of its own.
 
-    Whoever wrote the folder is not trusted: only plain files are read, and no link is followed below it.
-
-    Args:
-        root: the folder; made with the first object.
+    Whoever wrote the folder is not trusted: only plain files are read, and no link is followed below it. It is made with
+    the first object.
     """
 
     def __init__(self, root: Path) -> None:
@@ -261,12 +263,7 @@ class LocalStorage:
 
 
 class LocalSink:
-    """A file that is being written.
-
-    Attributes:
-        size: bytes written so far.
-        closed: whether it was closed; pyarrow asks.
-    """
+    """A file that is being written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
