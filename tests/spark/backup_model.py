@@ -10,10 +10,11 @@ from random import Random
 from upr_backup.backup import Run
 from upr_backup.engines.engine import Finished, Rows
 from upr_backup.errors import HistoryChangedError, LockedError
-from upr_backup.repository import Sink, Stored
+from upr_backup.repository import Stored
 from upr_backup.repository.chain import Chain, Keep, Segment, needed, segments_of
 from upr_backup.repository.documents import Entry, FileRef, Json, RolledBack, sha256
 from upr_backup.repository.repository import Repository, number_in
+from upr_backup.repository.storage import Sink
 from upr_backup.retention import Folded, Merge, beginning, chosen, expire, plan, prune
 from upr_backup.task import Task, TaskResult, stage_read
 from upr_client.admin import CutInfo, Pin

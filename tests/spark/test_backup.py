@@ -18,8 +18,9 @@ from tests.service import test_dead_partitions as dead
 from tests.spark import restoring
 from tests.spark.restoring import State, content, restored, taken, write
 from upr_backup.errors import LockedError
-from upr_backup.repository import LocalSink, LocalStorage
+from upr_backup.repository import LocalStorage
 from upr_backup.repository.lock import Lock
+from upr_backup.repository.storage import LocalSink
 from upr_client import Client
 from upr_protocol.partitioning import partition_of
 

@@ -25,8 +25,8 @@ from upr_backup.cli.commands import main
 from upr_backup.cli.shared import restore_point
 from upr_backup.errors import StorageNotFoundError, StorageUnreachableError, is_damage
 from upr_backup.export import _delta_failure
-from upr_backup.repository import LocalStorage, ObjectStorage, open_storage
-from upr_backup.repository.object_store import interruptible
+from upr_backup.repository import LocalStorage, open_storage
+from upr_backup.repository.object_store import ObjectStorage, interruptible
 from upr_backup.rows import in_order, takeable
 from upr_cli_kit import exit_codes
 from upr_cli_kit.output import Progress, note

@@ -17,7 +17,8 @@ from obstore.store import MemoryStore
 
 from tests.spark.restoring import Source, document, small_groups, source, upr_backup
 from upr_backup import export as export_module
-from upr_backup.repository import LocalSink, ObjectStorage
+from upr_backup.repository.object_store import ObjectStorage
+from upr_backup.repository.storage import LocalSink
 from upr_client import Change, Client
 from upr_protocol.partitioning import partition_of
 

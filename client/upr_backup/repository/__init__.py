@@ -12,15 +12,12 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from upr_backup.errors import RepositoryError
-from upr_backup.repository.object_store import SCHEMES, ObjectStorage, open_object_storage
-from upr_backup.repository.storage import LocalSink, LocalStorage, Sink, Storage, Stored
+from upr_backup.repository.object_store import SCHEMES, open_object_storage
+from upr_backup.repository.storage import LocalStorage, Storage, Stored
 from upr_protocol.errors import InvalidArgumentError
 
 __all__ = [
-    "LocalSink",
     "LocalStorage",
-    "ObjectStorage",
-    "Sink",
     "Storage",
     "Stored",
     "check_storage",

@@ -297,7 +297,8 @@ class ObjectStorage:
             if self._ask(name, lambda store: _put_new(store, name, data, token)):
                 return True
             with suppress(FileNotFoundError):
-                return self._ask(name, lambda store: _token(store, name)) == token
+                found = self._ask(name, lambda store: _obstore().get(store, name).attributes)
+                return bool(found.get(_TOKEN) == token)
             # Refused because of one that was being deleted.
         return False
 
@@ -467,10 +468,6 @@ def _whole(store: "ObjectStore", name: str) -> bytes:
     found = _obstore().get(store, name)
     check_size(name, int(found.meta["size"]))
     return bytes(found.bytes())
-
-
-def _token(store: "ObjectStore", name: str) -> str:
-    return str(_obstore().get(store, name).attributes.get(_TOKEN, ""))
 
 
 def _listed(store: "ObjectStore", prefix: str) -> list[Stored]:

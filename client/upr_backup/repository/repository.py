@@ -266,10 +266,10 @@ class Repository:
                     before = None
                     continue
                 if expiry and not links:
-                    manifest, digest = self._first(expiry)
+                    manifest, digest = self._read_manifest(number, digest=expiry.sha256)
                 else:
                     parent = links[-1].sha256 if links else self._sha256
-                    manifest, digest = self._manifest(number, parent)
+                    manifest, digest = self._read_manifest(number, parent=parent)
                     if links and before is None:
                         before = self._loaded(links[-1])
                     check_link(before, manifest)
@@ -315,14 +315,15 @@ class Repository:
             if not numbers:
                 self._check_new()
                 return None, self._sha256
-            return self._manifest(last, self._digest(last - 1) if last > 1 else self._sha256)
+            parent = self._digest(last - 1) if last > 1 else self._sha256
+            return self._read_manifest(last, parent=parent)
         if last < expiry.number:
             raise _gap(expiry.number)
-        first, digest = self._first(expiry)
+        first, digest = self._read_manifest(expiry.number, digest=expiry.sha256)
         newest = first
         if last > expiry.number:
             before = digest if last == expiry.number + 1 else self._digest(last - 1)
-            newest, digest = self._manifest(last, before)
+            newest, digest = self._read_manifest(last, parent=before)
         return _horizon(newest, first if expiry.base else None), f"{digest}+{expiry.number}"
 
     def _numbers(self) -> set[int]:
@@ -372,10 +373,9 @@ class Repository:
         links = list(known.values())
         before = self._loaded(links[-1]) if links else None
         for number in range(first, min(max(sizes, default=0) + 1, first + listing_cache.AT_ONCE)):
-            manifest, digest = self._read_manifest(number)
+            parent = links[-1].sha256 if links else None
+            manifest, digest = self._read_manifest(number, parent=parent)
             if before is not None:
-                if manifest.parent_sha256 != links[-1].sha256:
-                    raise _misplaced(manifest_name(number))
                 check_link(before, manifest)
             links.append(Link.of(manifest, digest))
             before = manifest
@@ -415,7 +415,10 @@ class Repository:
     def _digest(self, number: int) -> str:
         return sha256(_read(self.storage, manifest_name(number)))
 
-    def _read_manifest(self, number: int) -> tuple[Manifest, str]:
+    def _read_manifest(
+        self, number: int, *, parent: str | None = None, digest: str | None = None
+    ) -> tuple[Manifest, str]:
+        """Return a manifest and its SHA-256; with a parent or a digest, RepositoryDamagedError where it has another one."""
         name = manifest_name(number)
         try:
             data = _read(self.storage, name)
@@ -425,22 +428,15 @@ class Repository:
             manifest = Manifest.from_json(unseal(data, name), name)
         except RepositoryDamagedError as error:
             raise RepositoryDamagedError(error.message, hint=_REPAIR) from error
-        if manifest.repository != self.id or manifest.number != number or manifest.kind == "merged":
+        found = sha256(data)
+        if (
+            (manifest.repository, manifest.number) != (self.id, number)
+            or manifest.kind == "merged"
+            or parent not in (None, manifest.parent_sha256)
+            or digest not in (None, found)
+        ):
             raise _misplaced(name)
-        return manifest, sha256(data)
-
-    def _manifest(self, number: int, parent: str) -> tuple[Manifest, str]:
-        manifest, digest = self._read_manifest(number)
-        if manifest.parent_sha256 != parent:
-            raise _misplaced(manifest_name(number))
-        return manifest, digest
-
-    def _first(self, expiry: Expiry) -> tuple[Manifest, str]:
-        """Return the manifest that an expiry leaves as the first one."""
-        manifest, digest = self._read_manifest(expiry.number)
-        if digest != expiry.sha256:
-            raise _misplaced(manifest_name(expiry.number))
-        return manifest, digest
+        return manifest, found
 
     def _loaded(self, expected: Link) -> Manifest:
         manifest, digest = self._read_manifest(expected.number)
