@@ -113,7 +113,9 @@ class ServerSource:
             self._admin.release_cut(self._bucket, name)
 
     def committed(self, cut_time: int) -> None:
-        """Have the server know up to which cut the repository has everything, so that purging waits for the next backup."""
+        """Have the server know that the repository has everything up to a cut, made at that time in microseconds, so that
+        purging waits for the next backup.
+        """
         at = _EPOCH + timedelta(microseconds=cut_time)
         # Without it a backup that comes late reads some partitions anew, and is as right.
         with suppress(UprError):

@@ -73,26 +73,21 @@ AT_HELP: Final = "A backup's ID, a tag:NAME, or a time: the last one before it."
 
 
 def keep_options(function: _F) -> _F:
-    """Add --keep-last, --keep-within and those of the grid; they come as one argument ``keep``, a function of the pins."""
+    """Add --keep-last, --keep-within and those of the grid, for ``keep_or_none``."""
 
     def kept(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         if value is not None:
             context.meta.setdefault(_KEEP, {})[parameter.name] = value
 
-    for unit in reversed(PERIODS):
-        period = {"daily": "day"}.get(unit, unit.removesuffix("ly"))
-        function = click.option(
-            f"--keep-{unit}",
-            type=click.IntRange(1, 100_000),
-            metavar="N",
-            expose_value=False,
-            callback=kept,
-            help=f"Keep the last one of each of the newest {period}s that have one, so many of them.",
-        )(function)
-    for name, kind, metavar, words in (
-        ("--keep-within", MICROS, None, "Keep what is not older, as 30d."),
+    options: list[tuple[str, Any, str | None, str]] = [
         ("--keep-last", click.IntRange(min=1), "N", "Keep so many of the newest."),
-    ):
+        ("--keep-within", MICROS, None, "Keep what is not older, as 30d."),
+    ]
+    for unit in PERIODS:
+        period = {"daily": "day"}.get(unit, unit.removesuffix("ly"))
+        words = f"Keep the last one of each of the newest {period}s that have one, so many of them."
+        options.append((f"--keep-{unit}", click.IntRange(1, 100_000), "N", words))
+    for name, kind, metavar, words in reversed(options):
         function = click.option(
             name, type=kind, metavar=metavar, expose_value=False, callback=kept, help=words
         )(function)
