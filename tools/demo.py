@@ -46,11 +46,7 @@ def say(text: str) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds, which nothing announces.
-
-    Raises:
-        UprError: it did not in time.
-    """
+    """Wait until a condition holds, which nothing announces; UprError when it did not in time."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         if condition():

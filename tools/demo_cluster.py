@@ -99,11 +99,7 @@ async def state_of(target: str) -> dict[bytes, bytes | None]:
 
 
 class Cluster:
-    """One run: three servers, each with a link of its own to etcd, a writer and a follower.
-
-    Attributes:
-        servers: by name.
-    """
+    """One run: three servers, by name, each with a link of its own to etcd, a writer and a follower."""
 
     def __init__(self, folder: Path, etcd: str, links: dict[str, Proxy]) -> None:
         self._etcd, self._links = etcd, links

@@ -40,11 +40,7 @@ def keys() -> list[bytes]:
 
 @dataclass
 class Follower:
-    """What a follower keeps of the partition: each row under its seqno.
-
-    Attributes:
-        undone: seqnos of rows that it undid.
-    """
+    """What a follower keeps of the partition: each row under its seqno; and the seqnos of those that it undid."""
 
     rows: dict[int, tuple[bytes, bytes | None]] = field(default_factory=dict)
     undone: list[int] = field(default_factory=list)
@@ -72,11 +68,7 @@ class Follower:
 
 
 async def until_true(ask: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until a server says what is waited for.
-
-    Raises:
-        UprError: it did not in time.
-    """
+    """Wait until a server says what is waited for; TimeoutError when it did not in time."""
     async with asyncio.timeout(WAIT_SECONDS):
         while True:
             try:

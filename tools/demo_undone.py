@@ -21,11 +21,7 @@ NOW = KEPT + AGAIN
 
 
 def picture(*lines: tuple[str, int, str]) -> None:
-    """Print how far each one is, in plain characters.
-
-    Args:
-        lines: a name, a seqno, and a remark each. Rows of the new history are drawn with ``+``.
-    """
+    """Print how far each one is, in plain characters: its name, seqno, and a remark. A new history is drawn with ``+``."""
     for name, seqno, remark in lines:
         marks = [(FIRST, "="), (KEPT, "="), (NOW, "+") if seqno == NOW else (LOST, "=")]
         bar = " ".join(f"{sign * 9} {mark}" for mark, sign in marks if mark <= seqno)
@@ -33,11 +29,7 @@ def picture(*lines: tuple[str, int, str]) -> None:
 
 
 class Undone:
-    """One run, with one server.
-
-    Args:
-        folder: an empty folder.
-    """
+    """One run, with one server, in an empty folder."""
 
     def __init__(self, folder: Path) -> None:
         self.server = Server(folder)

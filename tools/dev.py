@@ -234,11 +234,7 @@ class Program:
     variable: str = ""
 
     def bring(self) -> None:
-        """Bring it if it is missing: Debian's package when root; otherwise say what to do.
-
-        Raises:
-            StepFailed: there is none, and it cannot be brought.
-        """
+        """Bring it if it is missing: Debian's package when root; otherwise say what to do, and raise StepFailed."""
         version = self.version()
         if version >= self.least:
             return

@@ -60,11 +60,7 @@ def describe(protos: Path) -> FileDescriptorSet:
 
 
 class FileRules:
-    """The rules for one file.
-
-    Args:
-        file: its descriptor, with source information.
-    """
+    """The rules for one file, by its descriptor with source information."""
 
     def __init__(self, file: FileDescriptorProto) -> None:
         self._file = file

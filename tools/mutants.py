@@ -105,11 +105,7 @@ class Outcome:
 
 
 def read_list(folder: Path = LIST) -> list[Mutant]:
-    """Return all mutants, file by file.
-
-    Raises:
-        MutantError: an entry has other fields than a Mutant, changes nothing, or repeats a name.
-    """
+    """Return all mutants; MutantError when one has other fields, changes nothing, or repeats a name."""
     mutants: list[Mutant] = []
     for file in sorted(folder.glob("*.toml")):
         for entry in tomllib.loads(file.read_text())["mutant"]:
@@ -352,11 +348,7 @@ def end_children() -> dict[int, int]:
 
 
 def serve(told: str) -> None:
-    """Run pytest with each line of arguments, in a fork each time; say which process it is, and its status.
-
-    Args:
-        told: the file that has what pytest prints.
-    """
+    """Run pytest with each line of arguments, in a fork each time, printing into a file; say which process it is, and its status."""
     # The servers that its tests may have started have sessions of their own; they become children of this process.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for name in UNCHANGED:
@@ -460,11 +452,7 @@ def copies(folder: Path, jobs: int) -> list[Tree]:
 
 
 def run_plain(trees: Sequence[Tree], tests: Sequence[str], pool: ThreadPoolExecutor) -> None:
-    """Run tests without any mutant, each in one of the trees, and tell all trees what each took.
-
-    Raises:
-        MutantError: one is red.
-    """
+    """Run tests without any mutant, each in one of the trees, and tell all what each took; MutantError when one is red."""
     parts = [(tree, tests[number :: len(trees)]) for number, tree in enumerate(trees)]
     parts = [(tree, part) for tree, part in parts if part]
     for outcome in pool.map(lambda part: part[0].run_plain(part[1]), parts):

@@ -150,11 +150,7 @@ class Round:
 
 
 async def one_round(folder: Path, seed: int, ends: float) -> Counter[str]:
-    """Run one round on a server of its own.
-
-    Raises:
-        AssertionError: something was not as it must be.
-    """
+    """Run one round on a server of its own; AssertionError for what is not as it must be."""
     server = RunningServer(
         folder, "--tail-bytes", "300000", "--flush-seconds", "2", syncs=True
     ).start()
@@ -175,9 +171,11 @@ def main() -> int:
     """Return 0 when nothing was wrong."""
     parser = argparse.ArgumentParser(prog="tools/dev.py soak --faults", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=None, help="of the first round")
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(10**6), help="of the first round"
+    )
     options = parser.parse_args()
-    seed = random.randrange(10**6) if options.seed is None else options.seed
+    seed = options.seed
     say(f"faults for {options.minutes} minutes, first seed {seed}")
     reconnect_soon(pytest.MonkeyPatch())
     ends = time.monotonic() + options.minutes * 60

@@ -16,9 +16,9 @@ def main() -> int:
     """Return 0 when every input gave a value or the declared error."""
     parser = argparse.ArgumentParser(prog="tools/dev.py soak --fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     options = parser.parse_args()
-    seed = random.randrange(10**6) if options.seed is None else options.seed
+    seed = options.seed
     ends = time.monotonic() + options.minutes * 60
     said = time.monotonic()
     inputs = 0

@@ -68,11 +68,7 @@ def starting(folder: Path) -> Iterator[StartServer]:
 
 
 def one_world(folder: Path, seed: int) -> Counter[str]:
-    """Run the rounds of one world.
-
-    Raises:
-        AssertionError: something was not as it must be.
-    """
+    """Run the rounds of one world; AssertionError for what is not as it must be."""
     with starting(folder) as start:
         with Rounds(start, seed) as rounds:
             for _ in range(ROUNDS):
@@ -83,11 +79,7 @@ def one_world(folder: Path, seed: int) -> Counter[str]:
 
 
 def join_once(size: int) -> None:
-    """Have a replica join a server with so many bytes.
-
-    Raises:
-        AssertionError: the replica lacks something.
-    """
+    """Have a replica join a server with so many bytes; AssertionError when it lacks something."""
     with kept_if_wrong(f"--join-bytes {size}") as folder, starting(folder) as start:
         written, seconds = join(start, size)
     say(f"joined {size} bytes in {seconds:.1f} s; {written} keys were written meanwhile: fine")
@@ -97,10 +89,12 @@ def main() -> int:
     """Return 0 when nothing was wrong; a violation is raised."""
     parser = argparse.ArgumentParser(prog="tools/dev.py soak --replicas", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=None, help="of the first world")
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(10**6), help="of the first world"
+    )
     parser.add_argument("--join-bytes", type=parse_size, default=0, help="such as 1GiB")
     options = parser.parse_args()
-    seed = random.randrange(10**6) if options.seed is None else options.seed
+    seed = options.seed
     say(f"failovers for {options.minutes} minutes, first seed {seed}")
     if options.join_bytes:
         join_once(options.join_bytes)

@@ -81,11 +81,7 @@ class Backups:
 
 
 def load(spark: Any, target: str, number: int) -> float:
-    """Load the bucket once, and return how long that took.
-
-    Raises:
-        AssertionError: a key is missing.
-    """
+    """Load the bucket once, and return how long that took; AssertionError when a key is missing."""
     if number % WRITE_EVERY == 0:
         with Client(target) as client:
             rows = ((b"key-%05d" % n, b"%d" % number) for n in range(0, KEYS, 50))
@@ -98,11 +94,7 @@ def load(spark: Any, target: str, number: int) -> float:
 
 
 def soak(folder: Path, server: RunningServer, minutes: float) -> None:
-    """Load and back up, in rounds, until the time is over.
-
-    Raises:
-        Exception: a load or the backup failed.
-    """
+    """Load and back up, in rounds, until the time is over; raises what a load or the backup raises."""
     with Client(server.target) as client:
         client.bucket().write_many((b"key-%05d" % n, b"v" * 100) for n in range(KEYS))
     backups = Backups(folder, server.target)

@@ -356,11 +356,7 @@ class Soak:
 
 
 async def soak(seconds: float, seed: int, folder: Path) -> None:
-    """Run one soak on a server of its own.
-
-    Raises:
-        Violation: something was not as it must be.
-    """
+    """Run one soak on a server of its own; Violation for what is not as it must be."""
     server = RunningServer(folder, *SERVER_OPTIONS, syncs=True).start()
     try:
         async with AsyncClient(server.target) as client:
@@ -381,9 +377,9 @@ def main() -> int:
     """Return 0 when nothing was wrong."""
     parser = argparse.ArgumentParser(prog="tools/dev.py soak --storage", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     options = parser.parse_args()
-    seed = random.randrange(10**6) if options.seed is None else options.seed
+    seed = options.seed
     say(f"storage soak of {options.minutes} minutes, seed {seed}")
     with tempfile.TemporaryDirectory(prefix="upr-soak-") as folder:
         violations: list[BaseException] = []

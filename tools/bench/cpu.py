@@ -169,11 +169,7 @@ def until_idle(running: RunningServer) -> None:
 
 
 def measure_scraped() -> tuple[dict[str, float], dict[str, float]]:
-    """Run each load several times on a server that is scraped and on one that has no HTTP, in turn.
-
-    Returns:
-        The CPU of each, in microseconds a row, by load.
-    """
+    """Return the CPU of a server that is scraped and of one that has no HTTP, in turn: microseconds a row, by load."""
     found: tuple[dict[str, float], dict[str, float]] = {}, {}
     with ExitStack() as opened:
         options = opened.enter_context(_scraped())

@@ -175,11 +175,7 @@ class Running:
 
 
 def program(name: str, package: str) -> str:
-    """Return the path of a program of a peer.
-
-    Raises:
-        MissingServerError: it is not installed.
-    """
+    """Return the path of a program of a peer; MissingServerError when it is not installed."""
     # Debian keeps PostgreSQL's outside the search path, by version; and RabbitMQ's, beside one that changes the user.
     places = sorted(Path("/usr/lib").glob(f"postgresql/*/bin/{name}"))
     places += Path("/usr/lib/rabbitmq/bin").glob(name)
