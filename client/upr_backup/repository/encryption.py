@@ -101,7 +101,7 @@ class EncryptedStorage:
             raise _damaged(name)
         cipher = _cipher(self._key, head[len(_HEAD) :], name)
         plain = _Plain(name, file, cipher, size)
-        reader = ObjectReader(name, plain.size, plain.read, file.close)
+        reader = ObjectReader(plain.size, plain.read, file.close)
         return io.BufferedReader(reader, _CHUNK_BYTES)
 
     def size(self, name: str) -> int:
@@ -202,22 +202,18 @@ class _Plain:
 
     def _chunk(self, number: int) -> bytes:
         if number not in self._kept:
+            from cryptography.exceptions import InvalidTag
+
             self._file.seek(_BEGIN + number * (_CHUNK_BYTES + _TAG_BYTES))
             sealed = self._file.read(_CHUNK_BYTES + _TAG_BYTES)
-            self._kept[number] = _opened(self._cipher, self._name, number, self._chunks, sealed)
+            nonce = _nonce(number, number == self._chunks - 1)
+            try:
+                self._kept[number] = self._cipher.decrypt(nonce, sealed, None)
+            except (InvalidTag, ValueError):
+                raise _damaged(self._name) from None
             if len(self._kept) > _CHUNKS_KEPT:
                 self._kept.popitem(last=False)
         return self._kept[number]
-
-
-def _opened(cipher: Any, name: str, number: int, chunks: int, sealed: bytes) -> bytes:
-    from cryptography.exceptions import InvalidTag
-
-    try:
-        plain: bytes = cipher.decrypt(_nonce(number, number == chunks - 1), sealed, None)
-    except (InvalidTag, ValueError):
-        raise _damaged(name) from None
-    return plain
 
 
 def _cipher(key: bytes, salt: bytes, name: str) -> Any:

@@ -108,7 +108,8 @@ def _translated(error: Exception, location: str, name: str | None) -> Exception:
     if _NO_BUCKET.search(text):
         bucket = location.partition("://")[2].partition("/")[0]
         return StorageNotFoundError(f"{where}: there is no bucket {bucket!r} in the object store")
-    if status in (401, 403) or (code and _NOT_ALLOWED.search(code[1])) or _is_refusal(error):
+    refused = type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
+    if refused or status in (401, 403) or (code and _NOT_ALLOWED.search(code[1])):
         words = f"the object store does not let this user do that ({answer or 'no permission'})"
         return PermissionError(errno.EACCES, words, where)
     if isinstance(error, FileNotFoundError) or status == 404:
@@ -122,10 +123,6 @@ def _translated(error: Exception, location: str, name: str | None) -> Exception:
             f"{location}: a setting of the object store in the environment is wrong"
         )
     return _other(text, where, status, answer)
-
-
-def _is_refusal(error: Exception) -> bool:
-    return type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
 
 
 def _other(text: str, where: str, status: int, answer: str) -> Exception:
@@ -281,7 +278,7 @@ class ObjectStorage:
                 name, lambda store: _obstore().get_range(store, name, start=at, end=end)
             )
 
-        return io.BufferedReader(ObjectReader(name, size, read), _READ_BYTES)
+        return io.BufferedReader(ObjectReader(size, read), _READ_BYTES)
 
     def size(self, name: str) -> int:
         return self._ask(name, lambda store: int(_obstore().head(store, name)["size"]))
@@ -419,16 +416,13 @@ def _open(scheme: str, bucket: str, prefix: str, retry_seconds: float) -> "Objec
     _check_endpoint(scheme)
     kinds: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
     # What the environment says of the client stays, which client_options would replace.
-    config = {} if _set_here(scheme, "TIMEOUT") else {"timeout": _TIMEOUT}
+    is_set = _ALLOW_HTTP[scheme].replace("ALLOW_HTTP", "TIMEOUT") in os.environ
+    config = {} if is_set else {"timeout": _TIMEOUT}
     retry = {"max_retries": 20, "retry_timeout": timedelta(seconds=retry_seconds)}
     store: ObjectStore = kinds[scheme](
         bucket, prefix=prefix or None, config=config, retry_config=retry
     )
     return store
-
-
-def _set_here(scheme: str, setting: str) -> bool:
-    return _ALLOW_HTTP[scheme].replace("ALLOW_HTTP", setting) in os.environ
 
 
 def _check_endpoint(scheme: str) -> None:

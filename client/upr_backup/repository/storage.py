@@ -54,13 +54,11 @@ class ObjectReader(io.RawIOBase):
 
     def __init__(
         self,
-        name: str,
         size: int,
         read: Callable[[int, int], Any],
         close: Callable[[], Any] = lambda: None,
     ) -> None:
         super().__init__()
-        self._name = name
         self._size = size
         self._read = read
         self._close = close
@@ -82,7 +80,7 @@ class ObjectReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset
         if at < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), self._name)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._at = at
         return at
 
