@@ -20,6 +20,7 @@ SHORT = {
     "upr/cli/entry.py",
     "client/upr_backup/__main__.py",
     "client/upr_backup/cli/entry.py",
+    "client/upr_backup/ship.py",
     "client/upr_backup/spark_job.py",
     "client/upr_client/testing/child.py",
     "client/upr_client/testing/pytest_plugin.py",
