@@ -119,7 +119,6 @@ SHARED_BYTES: Final = 2 * 2**20
 
 MARKERS_NEWEST: Final = 16
 """The newest markers of a position are all kept; older ones are thinned exponentially."""
-MARKERS_MIN: Final = 2
 MARKERS_MAX: Final = MARKERS_NEWEST + SEQNO_BITS
 """At most one older marker for each power of two of distance."""
 
@@ -257,7 +256,6 @@ assert (
     <= WRITE_BLOCK_BYTES_MAX
     < MESSAGE_BYTES_MAX
 )
-assert MARKERS_MIN <= MARKERS_NEWEST
 assert (
     GET_BYTES_MAX + WAITING_GET_BYTES <= WAITING_GETS_BYTES_MAX < GET_CALLS_MAX * WAITING_GET_BYTES
 )

@@ -280,8 +280,8 @@ def _log_from_json(value: list[Any] | None) -> FailoverLog | None:
 _THIN_AT = 2 * MARKERS_MAX
 
 
-def _thin(markers: Sequence[int], newest: int) -> tuple[int, ...]:
-    split = len(markers) - newest
+def _thin(markers: Sequence[int]) -> tuple[int, ...]:
+    split = len(markers) - MARKERS_NEWEST
     if split <= 0:
         return tuple(markers)
     last = markers[-1]
@@ -299,23 +299,19 @@ def _thin(markers: Sequence[int], newest: int) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def thin_markers(markers: Sequence[int], newest: int = MARKERS_NEWEST) -> tuple[int, ...]:
+def thin_markers(markers: Sequence[int]) -> tuple[int, ...]:
     """Return the markers worth keeping, ascending.
 
-    The ``newest`` ones (1 or more) all stay, and of the older ones the oldest in each power of two of distance
-    from the newest marker. So at most ``newest`` + 48 are left, 64 by default, at least 2 where there were 2, and
-    the oldest is always among them. Thinning the result again changes nothing.
+    The 16 newest all stay, and of the older ones the oldest in each power of two of distance from the newest marker.
+    So at most 64 are left, and the oldest is always among them. Thinning the result again changes nothing.
 
     Args:
         markers: seqnos, 0 to 2^48 - 1, strictly ascending.
-        newest: how many of the newest stay whatever their distance.
 
     Raises:
-        InvalidArgumentError: a seqno is out of range or not above the one before it, or ``newest`` is below 1.
+        InvalidArgumentError: a seqno is out of range or not above the one before it.
     """
-    if newest < 1:
-        raise InvalidArgumentError(f"newest is {newest}; must be at least 1")
-    return _thin(check_markers(markers), newest)
+    return _thin(check_markers(markers))
 
 
 def check_markers(markers: Iterable[int]) -> tuple[int, ...]:
@@ -336,16 +332,10 @@ def check_markers(markers: Iterable[int]) -> tuple[int, ...]:
 
 
 class MarkerHistory:
-    """The markers of one partition as a consumer receives them.
-
-    Bounded however many are added: never more than twice ``MARKERS_MAX`` inside, and never more than
-    ``MARKERS_MAX`` in ``as_tuple()``.
+    """The markers of one partition as a consumer receives them: twice ``MARKERS_MAX`` inside at most.
 
     Args:
         markers: those of a stored position, ascending.
-
-    Raises:
-        InvalidArgumentError: they are not ascending seqnos.
     """
 
     __slots__ = ("_seqnos",)
@@ -355,38 +345,25 @@ class MarkerHistory:
         for seqno in markers:
             self.add(seqno)
 
-    def __len__(self) -> int:
-        return len(self._seqnos)
-
     def add(self, seqno: int) -> None:
-        """Remember a marker at ``seqno``, 0 to 2^48 - 1.
+        """Remember a marker, not below the newest.
 
         One that equals the newest is ignored, because an idle partition may repeat its marker; so is one at 0,
         because starting from 0 needs none.
-
-        Raises:
-            InvalidArgumentError: it is out of range, or below the newest; nothing was changed.
         """
-        check_seqno(seqno, "marker")
         seqnos = self._seqnos
-        newest = seqnos[-1] if seqnos else 0
-        if seqno < newest:
-            raise InvalidArgumentError(
-                f"marker {seqno} follows {newest}; markers must be ascending",
-                hint="begin a new history after a rollback",
-            )
-        if seqno == newest:
+        if seqno == (seqnos[-1] if seqnos else 0):
             return
         seqnos.append(seqno)
         if len(seqnos) >= _THIN_AT:
-            seqnos[:] = _thin(seqnos, MARKERS_NEWEST)
+            seqnos[:] = _thin(seqnos)
 
     def as_tuple(self) -> tuple[int, ...]:
         """The markers to store, ascending and thinned.
 
         A marker left out is dropped for good: a consumer that keeps data for each stored marker has none for another.
         """
-        self._seqnos[:] = thinned = _thin(self._seqnos, MARKERS_NEWEST)
+        self._seqnos[:] = thinned = _thin(self._seqnos)
         return thinned
 
 
@@ -426,7 +403,7 @@ class MarkerHistories:
         """As ``replace`` for one partition, at once: nothing is left to be folded."""
         if self._waiting[partition]:
             self._fold()
-        kept = _thin([seqno for seqno in seqnos if seqno], MARKERS_NEWEST)
+        kept = _thin([seqno for seqno in seqnos if seqno])
         self._counts[partition] = len(kept)
         self._seqnos[partition, : len(kept)] = kept
 

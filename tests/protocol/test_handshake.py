@@ -431,7 +431,7 @@ class World:
             data_id=self.server.newest_id,
             seqno=self.client.seqno,
             horizon=max(self.client.horizon, self.client.seqno),
-            markers=thin_markers(sorted(set(self.client.at_marker) - {0}), newest=3),
+            markers=thin_markers(sorted(set(self.client.at_marker) - {0})),
         )
 
 
