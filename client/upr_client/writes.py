@@ -30,7 +30,7 @@ from upr_protocol.limits import (
     choice,
 )
 from upr_protocol.partitioning import partition_of
-from upr_protocol.wire.codec import block_from_message, decode_runs, encode_runs, fill_message
+from upr_protocol.wire.codec import block_from_message, decode_runs, fill_message
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
@@ -143,7 +143,7 @@ def write_request(block: Block, durability: types_pb2.Durability.ValueType) -> k
     """Return a Write that has no number yet."""
     request = kv_pb2.WriteRequest()
     request.write.durability = durability
-    runs = encode_runs(block.runs)
+    runs = block.runs.tobytes()
     fill_message(request.write.block, runs, block.columns, block.columns_crc, block.further)
     return request
 

@@ -74,6 +74,7 @@ Runs = npt.NDArray[np.void]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
+SevenColumns = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
 Values = Sequence[bytes | None]
 Pairs = list[tuple[bytes, bytes | None]]
 
@@ -129,7 +130,7 @@ class Block:
         return max(len(self.key_offsets) // 4 - 1, 0)
 
     @property
-    def columns(self) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]:
+    def columns(self) -> SevenColumns:
         """The seven columns, in the order of the wire."""
         return (
             self.seqnos,

@@ -12,7 +12,7 @@ import grpc.aio
 from tests.client.scripted import ID_A, VERSION
 from upr_protocol.block import block_keys, block_partitions, block_values, make_runs
 from upr_protocol.errors import InvalidArgumentError, OutOfOrderError, UprError
-from upr_protocol.wire.codec import block_from_message, encode_runs, problem_of
+from upr_protocol.wire.codec import block_from_message, problem_of
 from upr_protocol.wire.grpc import SERVER_OPTIONS, code_of, metadata_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin_pb2
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
@@ -196,7 +196,7 @@ class KeyValueServer(KeyValueServiceServicer):
         self._highs.update({run[0]: run[1] for run in rows})
         runs = make_runs([run[0] for run in rows], [run[1] for run in rows], starts, ends)
         result = kv_pb2.WriteResult(
-            number=write.number, runs=encode_runs(runs), failover_ids=[ID_A] * len(rows)
+            number=write.number, runs=runs.tobytes(), failover_ids=[ID_A] * len(rows)
         )
         for run in block.runs.tolist():
             if run[0] in refused:

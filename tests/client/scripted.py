@@ -19,7 +19,7 @@ from upr_protocol.block import Block, make_runs
 from upr_protocol.errors import BucketNotFoundError, DataDamagedError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.position import Position
-from upr_protocol.wire.codec import encode_block, encode_frame, encode_runs, problem_of
+from upr_protocol.wire.codec import encode_block, encode_frame, problem_of
 from upr_protocol.wire.grpc import code_of, metadata_of
 from upr_protocol.wire.v1 import admin_service_pb2, types_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -337,7 +337,7 @@ def applied(
         kv_pb2.WriteResponse(
             result=kv_pb2.WriteResult(
                 number=number,
-                runs=encode_runs(table),
+                runs=table.tobytes(),
                 failover_ids=[ID_A] * len(runs),
                 duplicate=duplicate,
                 refused_partitions=[]

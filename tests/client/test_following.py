@@ -35,8 +35,8 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.failover import FailoverLog
-from upr_protocol.position_table import START
-from upr_protocol.wire.codec import position_to_message
+from upr_protocol.position_table import START, PositionTable
+from upr_protocol.wire.codec import positions_to_messages
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 NO_HIGHS = np.zeros(1024, np.uint64)
@@ -77,7 +77,7 @@ class World:
     def found(self, *stored: tuple[int, Position, int], version: int = VERSION) -> None:
         response = wire.LoadPositionsResponse(bucket_version=version)
         for partition, position, generation in stored:
-            message = position_to_message(partition, position)
+            (message,) = positions_to_messages(PositionTable.of({partition: position}))
             message.generation = generation
             response.positions.append(message)
         assert self.following.ownership is not None

@@ -3,7 +3,8 @@
 from upr_client.changes.groups import Ownership
 from upr_protocol.failover import FailoverLog
 from upr_protocol.position import Position
-from upr_protocol.wire.codec import position_to_message
+from upr_protocol.position_table import PositionTable
+from upr_protocol.wire.codec import positions_to_messages
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 A = 0xA
@@ -18,7 +19,7 @@ def found(*stored: tuple[int, int, int]) -> wire.LoadPositionsResponse:
     """What is stored: (partition, seqno, generation)."""
     response = wire.LoadPositionsResponse(bucket_version=7)
     for partition, seqno, generation in stored:
-        message = position_to_message(partition, at(seqno))
+        (message,) = positions_to_messages(PositionTable.of({partition: at(seqno)}))
         message.generation = generation
         response.positions.append(message)
     return response

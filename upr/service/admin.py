@@ -39,7 +39,8 @@ from upr_protocol.errors import (
 )
 from upr_protocol.limits import PARTITIONS, PURGE_HOLDERS_MAX, QUOTA_BYTES_MAX, check_name
 from upr_protocol.position import Position
-from upr_protocol.wire.codec import position_to_message, problem_of
+from upr_protocol.position_table import PositionTable
+from upr_protocol.wire.codec import positions_to_messages, problem_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1.types_pb2 import SetPart
@@ -101,10 +102,10 @@ def _reset(
     if seqnos is None:
         zeros = np.zeros(len(columns), np.uint64)
         return Save(name, 0, columns, zeros, zeros, None, now), []
-    positions = []
+    positions = {}
     for partition in partitions:
         seqno, newest = seqnos[partition], int(table.newest_id[partition])
-        position = Position(
+        positions[partition] = Position(
             bucket.identity.version,
             newest,
             newest if seqno else None,
@@ -113,10 +114,9 @@ def _reset(
             (seqno,) if seqno else (),
             table.logs[partition],
         )
-        positions.append(position_to_message(partition, position))
     at = np.array([seqnos[partition] for partition in partitions], np.uint64)
     save = Save(name, 0, columns, table.newest_id[columns], at, (), now)
-    return save, positions
+    return save, positions_to_messages(PositionTable.of(positions))
 
 
 def _consumer_info(name: str, consumer: Consumer, bucket: Bucket) -> admin.ConsumerInfo:

@@ -58,7 +58,7 @@ from upr_protocol.limits import (
     WRITES_IN_FLIGHT_MAX,
     check_name,
 )
-from upr_protocol.wire.codec import block_of_write, encode_runs, problem_of
+from upr_protocol.wire.codec import block_of_write, problem_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -821,7 +821,7 @@ def _result(pending: _Pending) -> wire.WriteResult:
     return wire.WriteResult(
         number=pending.number,
         refused=problem_of(next(iter(written.refused.values()))) if nothing else None,
-        runs=encode_runs(written.runs),
+        runs=written.runs.tobytes(),
         failover_ids=written.failover_ids,
         duplicate=written.duplicate and not nothing,
         refused_partitions=[

@@ -39,7 +39,6 @@ from upr_protocol.position_table import START
 from upr_protocol.wire.codec import (
     block_of_write,
     block_to_message,
-    encode_runs,
     log_to_messages,
     problem_of,
 )
@@ -846,7 +845,7 @@ def _result(
     return kv_pb2.WriteResult(
         number=number,
         refused=None if given else problem_of(next(iter(refused.values()))),
-        runs=encode_runs(make_runs(list(given), counts, starts, ends)),
+        runs=make_runs(list(given), counts, starts, ends).tobytes(),
         failover_ids=[one.failover_id for one in given.values()],
         duplicate=duplicate,
         refused_partitions=[

@@ -3,7 +3,7 @@
 Many small blocks of one frame are joined into few here: what is paid for each block is then paid once a frame.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 import google_crc32c
@@ -19,6 +19,7 @@ from upr_protocol.block import (
     Further,
     FurtherColumn,
     Runs,
+    SevenColumns,
     build_block,
     check_block,
     crc_of_columns,
@@ -58,18 +59,8 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
 
-FRAME_TAG = b"\x1a"
-"""Field 3 (frame) of FollowResponse, length-delimited."""
-BLOCK_TAG = b"\x0a"
-"""Field 1 (blocks) of Frame, length-delimited."""
-TOKENS_TAG = b"\x12"
-"""Field 2 (tokens) of Frame, length-delimited."""
-PURGE_SEQNOS_TAG = b"\x1a"
-"""Field 3 (purge_seqnos) of Frame, length-delimited."""
-CREDIT_BYTES_TAG = b"\x28"
-"""Field 5 (credit_bytes) of Frame, a varint."""
-PRODUCER_WRITES_TAG = b"\x32"
-"""Field 6 (producer_writes) of Frame, length-delimited."""
+_FRAME_TAG = bytes([wire.FollowResponse.FRAME_FIELD_NUMBER << 3 | 2])
+_BLOCK_TAG = bytes([wire.Frame.BLOCKS_FIELD_NUMBER << 3 | 2])
 
 COMPRESS_BYTES_MIN = 512
 """Columns smaller than this are not compressed: little would be won, and each frame costs its header."""
@@ -92,11 +83,6 @@ _ZSTD_MAGIC = 0xFD2FB528
 _ABSENT = (0, 0)
 
 
-def encode_runs(runs: Runs) -> bytes:
-    """Return the table's bytes, 40 a run."""
-    return runs.tobytes()
-
-
 def decode_runs(data: bytes) -> Runs:
     """Return the table, read-only, or raise CorruptBlockError when its length is not a multiple of 40."""
     if len(data) % RUN.itemsize:
@@ -109,7 +95,7 @@ def decode_runs(data: bytes) -> Runs:
 def block_to_message(block: Block) -> types_pb2.Block:
     """Return the block as a message, with the CRC of its table."""
     message = types_pb2.Block()
-    fill_message(message, encode_runs(block.runs), block.columns, block.columns_crc, block.further)
+    fill_message(message, block.runs.tobytes(), block.columns, block.columns_crc, block.further)
     return message
 
 
@@ -143,7 +129,7 @@ def encode_columns(runs: bytes, columns: Sequence[bytes], further: Further = ())
 
 def encode_block(block: Block) -> bytes:
     """Return the block as the bytes of a Block message: what journal, store and frames hold."""
-    return _encode(encode_runs(block.runs), block.columns, block.columns_crc, block.further)
+    return _encode(block.runs.tobytes(), block.columns, block.columns_crc, block.further)
 
 
 def _encode(runs: bytes, columns: Sequence[bytes], columns_crc: int, further: Further) -> bytes:
@@ -156,18 +142,9 @@ def _encode(runs: bytes, columns: Sequence[bytes], columns_crc: int, further: Fu
     return message.SerializeToString()
 
 
-def _columns_of(
-    message: types_pb2.Block,
-) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]:
-    return (
-        message.seqnos,
-        message.ops,
-        message.key_offsets,
-        message.keys,
-        message.value_offsets,
-        message.values,
-        message.times,
-    )
+_columns_of: Callable[[types_pb2.Block], SevenColumns] = attrgetter(
+    "seqnos", "ops", "key_offsets", "keys", "value_offsets", "values", "times"
+)
 
 
 def _further_of(message: types_pb2.Block) -> Further:
@@ -392,10 +369,6 @@ def _decompressed(zstd: bytes) -> Columns:
     for field, length in zip((*_COLUMNS, _FURTHER), lengths, strict=False):
         spans[field] = (at, at + length)
         at += length
-    if at > MESSAGE_BYTES_MAX:
-        raise CorruptBlockError(
-            f"columns of a compressed block are {at} bytes; must be at most {MESSAGE_BYTES_MAX}"
-        )
     opened = decompress(memoryview(zstd)[4 * len(lengths) :], at)
     # Each further column becomes an object when it is parsed, also one of two bytes.
     if not column_spans(opened[slice(*spans.get(_FURTHER, _ABSENT))]).keys() <= {_FURTHER}:
@@ -505,11 +478,11 @@ def decompress_block(data: bytes) -> bytes:
     Raises:
         CorruptBlockError: the bytes are no Block, a CRC is wrong, or it cannot be decompressed.
     """
-    check_encoded(data)
-    opened, columns = open_columns(data)
+    spans = column_spans(data)
+    _check_spans(data, spans)
+    opened, columns = _opened(data, spans)
     if opened is data:
         return data
-    spans = column_spans(data)
     view = memoryview(opened)
     return _join_fields(
         data[slice(*spans.get(_RUNS, _ABSENT))],
@@ -572,17 +545,12 @@ def encode_frame(
     """
     parts: list[bytes] = []
     for block in blocks:
-        parts += (BLOCK_TAG, _varint(len(block)), block)
-    parts += (TOKENS_TAG, _varint(len(tokens)), tokens)
-    parts += (CREDIT_BYTES_TAG, _varint(sum(map(len, blocks))))
-    if purge_seqnos:
-        parts += (PURGE_SEQNOS_TAG, _varint(len(purge_seqnos)), purge_seqnos)
+        parts += (_BLOCK_TAG, _varint(len(block)), block)
+    rest = wire.Frame(tokens=tokens, purge_seqnos=purge_seqnos, credit_bytes=sum(map(len, blocks)))
     for block_number, (producer, number, runs) in writes:
-        write = wire.ProducerWrite(
-            block=block_number, producer=producer, number=number, runs=runs
-        ).SerializeToString()
-        parts += (PRODUCER_WRITES_TAG, _varint(len(write)), write)
-    return b"".join((FRAME_TAG, _varint(sum(map(len, parts))), *parts))
+        rest.producer_writes.add(block=block_number, producer=producer, number=number, runs=runs)
+    parts.append(rest.SerializeToString())
+    return b"".join((_FRAME_TAG, _varint(sum(map(len, parts))), *parts))
 
 
 def producer_writes(
@@ -790,21 +758,8 @@ def _join_seqnos(messages: Messages, runs: Runs, rows: I64) -> bytes:
     return _join_fixed(columns, counted, rows)
 
 
-def position_to_message(partition: int, position: Position) -> wire.Position:
-    """Return the message of a position; the bucket's version is not in it, the request names that."""
-    return wire.Position(
-        partition=partition,
-        failover_id=position.failover_id,
-        data_id=position.data_id,
-        seqno=position.seqno,
-        horizon=position.horizon,
-        markers=position.markers,
-        failover_log=log_to_messages(position.log or ()),
-    )
-
-
 def positions_to_messages(table: PositionTable) -> list[wire.Position]:
-    """Return positions as messages, as ``position_to_message`` does one."""
+    """Return the messages of positions; the bucket's version is not in them, the request names that."""
     markers, records = table.markers.tolist(), table.records.tolist()
     messages, marker, record = [], 0, 0
     for row in table.rows.tolist():
