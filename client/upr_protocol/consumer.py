@@ -169,13 +169,7 @@ def chain_runs(partitions: Indexes, ends: U64, before: U64, reached: U64) -> Non
 
 # As plain integers: of an enum each use is a lookup by name, and some are in loops over 1024 partitions. And numpy asks
 # an enum for attributes in Python code, of which it drops whatever is raised there, a KeyboardInterrupt too.
-_IDLE: Final = int(State.IDLE)
-_READY: Final = int(State.READY)
-_STARTING: Final = int(State.STARTING)
-_LIVE: Final = int(State.LIVE)
-_UNDOING: Final = int(State.UNDOING)
-_DONE: Final = int(State.DONE)
-_FAILED: Final = int(State.FAILED)
+_IDLE, _READY, _STARTING, _LIVE, _UNDOING, _DONE, _FAILED = map(int, State)
 
 _NO_TOKEN: Final = -1
 _STATE_AFTER: Final = {
@@ -593,15 +587,7 @@ class Consumer:
         self._markers.add(np.array([partition]), np.array([seqno], np.uint64))
         self._changed[partition] = True
 
-    def rollback(
-        self,
-        partition: int,
-        rollback_seqno: int,
-        newest_id: int,
-        rule: str,
-        words: str,
-        log: FailoverLog | None,
-    ) -> PendingRollback | None:
+    def rollback(self, partition: int, told: RollbackAnswer) -> PendingRollback | None:
         """Handle the answer "roll back". Return the data to undo first; None if there is none.
 
         With nothing to undo the new id is taken at once and the partition is ready; its position has changed and
@@ -611,7 +597,6 @@ class Consumer:
             ProtocolError: no Start was sent for the partition, or the answer contradicts itself.
         """
         self._expect_starting(partition)
-        told = RollbackAnswer(rollback_seqno, newest_id, rule, words, log)
         try:
             pending, undo = decide_rollback(
                 partition,

@@ -68,11 +68,6 @@ class HelloAnswer:
     words: str
     records: tuple[FailoverRecord, ...]
 
-    @property
-    def ok(self) -> bool:
-        """Return whether the client may resume."""
-        return self.rollback_seqno is None
-
 
 @dataclass(frozen=True, slots=True)
 class StartAnswer:
@@ -246,25 +241,13 @@ def answer_start(
     return StartAnswer("started", None, newest_id, hello.rule, f"{hello.words} above {seqno}")
 
 
-def resume_new(position: Position) -> ResumePoint:
-    """Return where a client without a failover id resumes: at 0, whatever data it has.
-
-    Source: specification, "Handshakes", step 2 (an id is not sent by a client that is new); design, "Handshake": an
-    id lost means a new client. Data without a verifiable history is undone.
-    """
-    if position.seqno == 0:
-        return ResumePoint(0, False, Rule.NEW_CLIENT, "nothing was received yet, start from 0")
-    words = f"the failover id of the data up to {position.seqno} was lost, start from 0"
-    return ResumePoint(0, True, Rule.LOST_ID, words)
-
-
 def resume_after_rollback(
     position: Position, rollback_seqno: int, *, inclusive: bool = False
 ) -> ResumePoint:
     """Return where a client resumes after the answer "roll back to ``rollback_seqno``".
 
     Source: specification, "Handshakes", step 2 (a marker before that seqno, else from scratch); design,
-    "Handshake".
+    "Handshake": an id lost means a new client. Data without a verifiable history is undone.
 
     Args:
         position: its position.
@@ -280,7 +263,8 @@ def resume_after_rollback(
     if seqno == 0:
         return ResumePoint(0, False, Rule.NOTHING_TO_UNDO, "nothing was received yet, start from 0")
     if position.failover_id is None:
-        return resume_new(position)
+        words = f"the failover id of the data up to {seqno} was lost, start from 0"
+        return ResumePoint(0, True, Rule.LOST_ID, words)
     # The seqno alone is not enough: below it, an older version may be missing that was superseded between the rollback
     # seqno and the horizon, on the abandoned branch.
     if horizon is not None and max(seqno, horizon) <= rollback_seqno:

@@ -21,6 +21,7 @@ from upr_protocol.block import (
 )
 from upr_protocol.consumer import Consumer, Delivery
 from upr_protocol.failover import FailoverLog
+from upr_protocol.handshake import RollbackAnswer
 from upr_protocol.position import Position
 
 PARTITIONS = (3, 700)
@@ -103,7 +104,9 @@ class World:
             assert verdict == "rollback"
             assert target is not None
             before = self.session.position(partition)
-            pending = self.session.rollback(partition, target, node.newest_id, "rule", "words", log)
+            pending = self.session.rollback(
+                partition, RollbackAnswer(target, node.newest_id, "rule", "words", log)
+            )
             self.rollbacks += 1
             if pending is None:
                 assert self.session.position(partition).seqno == before.seqno

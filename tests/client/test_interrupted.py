@@ -51,6 +51,7 @@ from upr_client._sync.waiters import Waiters as SyncWaiters
 from upr_client.errors import BehindError, ClosedError, HandlerError, NoRoomError
 from upr_protocol.consumer import Consumer
 from upr_protocol.failover import FailoverLog
+from upr_protocol.handshake import RollbackAnswer
 
 FOLLOW = [
     Expect("open"),
@@ -551,7 +552,7 @@ def follow_for_a_while() -> None:
     session.disconnected()
     session.starts([1])
     assert session.rollback(
-        1, 3, ID_B, "RULE", "words", FailoverLog.from_pairs([(ID_A, 0), (ID_B, 3)])
+        1, RollbackAnswer(3, ID_B, "RULE", "words", FailoverLog.from_pairs([(ID_A, 0), (ID_B, 3)]))
     )
     session.undone(1)
     session.ended([(2, 8, None)], "BUCKET_DROPPED")

@@ -10,7 +10,7 @@ from upr_protocol.block import Block, build_block, make_runs, sealed
 from upr_protocol.consumer import Consumer, State
 from upr_protocol.errors import ProtocolError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.handshake import BUCKET_GONE_RULE
+from upr_protocol.handshake import BUCKET_GONE_RULE, RollbackAnswer
 from upr_protocol.position import Position
 from upr_protocol.position_table import PositionTable
 
@@ -76,7 +76,7 @@ def test_a_position_of_a_dropped_bucket_goes_back_to_0_whatever_is_answered() ->
     session = Consumer([P], {P: AT_3})
     session.opened(NEW_VERSION)
     session.starts([P])
-    pending = session.rollback(P, 3, B, "next_record", "", LOG)
+    pending = session.rollback(P, RollbackAnswer(3, B, "next_record", "", LOG))
     assert pending is not None
     assert (pending.from_seqno, pending.seqno, pending.rule) == (3, 0, BUCKET_GONE_RULE)
 
@@ -96,7 +96,7 @@ def test_an_older_id_that_the_server_knows_saves_what_can_be_saved() -> None:
     session.opened(VERSION)
     session.starts([P])
     server = FailoverLog.from_pairs([(A, 0), (B, 3), (D, 4)])
-    pending = session.rollback(P, 0, D, "unknown_id", "", server)
+    pending = session.rollback(P, RollbackAnswer(0, D, "unknown_id", "", server))
     assert pending is not None
     assert pending.seqno == 2
 
@@ -141,7 +141,9 @@ def test_undoing_takes_the_position_of_the_rollback_without_a_table(
     session = Consumer([P, P + 1], {P: at, P + 1: AT_3})
     session.opened(VERSION)
     session.starts([P])
-    pending = session.rollback(P, at.seqno - 1, D, "", "", FailoverLog.from_pairs([(A, 0), (D, 2)]))
+    pending = session.rollback(
+        P, RollbackAnswer(at.seqno - 1, D, "", "", FailoverLog.from_pairs([(A, 0), (D, 2)]))
+    )
     assert pending is not None
 
     def none(*_: object) -> None:

@@ -7,6 +7,7 @@ from tests.client.scripted import run_block
 from upr_protocol.consumer import Consumer, State
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import FailoverLog
+from upr_protocol.handshake import RollbackAnswer
 from upr_protocol.position import Position
 
 A = 0xA
@@ -78,7 +79,9 @@ def test_a_pending_rollback_goes_with_its_partition() -> None:
     found = session()
     found.follow({P: at(4, 2)})
     found.starts([P])
-    assert found.rollback(P, 3, 0xB, "r", "w", FailoverLog.from_pairs([(A, 0), (0xB, 3)]))
+    assert found.rollback(
+        P, RollbackAnswer(3, 0xB, "r", "w", FailoverLog.from_pairs([(A, 0), (0xB, 3)]))
+    )
     found.unfollow([P])
     assert found.undoing == []
     with pytest.raises(InvalidArgumentError, match="no rollback"):
@@ -102,7 +105,9 @@ def test_after_a_rollback_to_0_the_beginning_holds_again() -> None:
     found = Consumer([P], {P: at(3, 3)}, beginning=1_000_000)
     found.opened(77)
     found.starts([P])
-    pending = found.rollback(P, 2, 0xB, "r", "w", FailoverLog.from_pairs([(A, 0), (0xB, 2)]))
+    pending = found.rollback(
+        P, RollbackAnswer(2, 0xB, "r", "w", FailoverLog.from_pairs([(A, 0), (0xB, 2)]))
+    )
     assert pending is not None
     found.undone(P)
     (request,) = found.starts([P])
@@ -114,7 +119,7 @@ def test_a_rollback_to_where_it_began_goes_no_further() -> None:
     found.opened(77)
     found.starts([P])
     log = FailoverLog.from_pairs([(A, 0), (0xB, 3)])
-    pending = found.rollback(P, 3, 0xB, "r", "w", log)
+    pending = found.rollback(P, RollbackAnswer(3, 0xB, "r", "w", log))
     assert pending is not None
     assert pending.seqno == 3
 
@@ -125,13 +130,15 @@ def test_restarting_undoes_everything_whenever_something_is() -> None:
         found = Consumer([P], {P: at(4, 1, 2)}, restart=restart)
         found.opened(77)
         found.starts([P])
-        pending = found.rollback(P, 3, 0xB, "r", "w", log)
+        pending = found.rollback(P, RollbackAnswer(3, 0xB, "r", "w", log))
         assert pending is not None
         assert pending.seqno == to
     found = Consumer([P], {P: at(3, 3)}, restart=True)
     found.opened(77)
     found.starts([P])
-    assert found.rollback(P, 3, 0xB, "r", "w", log) is None, "nothing was to be undone"
+    assert found.rollback(P, RollbackAnswer(3, 0xB, "r", "w", log)) is None, (
+        "nothing was to be undone"
+    )
 
 
 def test_what_is_not_handed_over_after_all_goes_on_where_it_stood() -> None:

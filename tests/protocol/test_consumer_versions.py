@@ -8,7 +8,7 @@ import pytest
 from upr_protocol.consumer import Consumer, State
 from upr_protocol.errors import PositionBucketError, ProtocolError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.handshake import BUCKET_GONE_RULE
+from upr_protocol.handshake import BUCKET_GONE_RULE, RollbackAnswer
 from upr_protocol.position import Position
 
 OLD, NEW, NEWER = 11, 12, 13
@@ -19,7 +19,7 @@ OLD_AT_7 = Position(OLD, 6, 6, 7, 7, (3, 7), LOG)
 def rolled(session: Consumer, partition: int, newest_id: int) -> None:
     """Have the server answer the Start, and the application undo."""
     pending = session.rollback(
-        partition, 0, newest_id, "new_client", "", FailoverLog.born(newest_id)
+        partition, RollbackAnswer(0, newest_id, "new_client", "", FailoverLog.born(newest_id))
     )
     assert pending is not None
     assert (pending.seqno, pending.rule) == (0, BUCKET_GONE_RULE)
@@ -57,7 +57,7 @@ def test_a_third_version_while_the_data_of_the_first_is_undone() -> None:
     session = Consumer([1], {1: OLD_AT_7})
     session.opened(NEW)
     session.starts([1])
-    pending = session.rollback(1, 0, 9, "new_client", "", FailoverLog.born(9))
+    pending = session.rollback(1, RollbackAnswer(0, 9, "new_client", "", FailoverLog.born(9)))
     assert pending is not None
     session.disconnected()
     session.opened(NEWER)
@@ -110,7 +110,9 @@ def test_no_stored_position_ever_pairs_a_version_with_the_data_of_another(seed: 
                 p, log = start.partition, FailoverLog.born(newest[start.partition])
                 if start.seqno and start.failover_id != newest[p]:
                     rollbacks += 1
-                    assert session.rollback(p, 0, newest[p], "x", "", log) is not None
+                    assert (
+                        session.rollback(p, RollbackAnswer(0, newest[p], "x", "", log)) is not None
+                    )
                     continue
                 session.started(p, next(tokens), newest[p], start.seqno + 5, None, log)
                 assert data[p][1] == 0 or data[p][0] == version

@@ -9,7 +9,7 @@ from upr_protocol.block import Block, build_block, make_runs, sealed
 from upr_protocol.consumer import Consumer, Fate, State, fate_of
 from upr_protocol.errors import ProtocolError, SnapshotGoneError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.handshake import Pin
+from upr_protocol.handshake import Pin, RollbackAnswer
 from upr_protocol.position import Position
 
 A, B = 0xA, 0xB
@@ -52,7 +52,7 @@ def test_every_start_carries_the_end_also_after_a_lost_call_and_a_rollback() -> 
     s.disconnected()
     (start,) = s.starts([P])
     assert (start.seqno, start.until_exact) == (3, 5)
-    pending = s.rollback(P, 2, B, "RULE", "words", log((A, 0), (B, 2)))
+    pending = s.rollback(P, RollbackAnswer(2, B, "RULE", "words", log((A, 0), (B, 2))))
     assert pending is not None
     s.undone(P)
     (start,) = s.starts([P])

@@ -19,7 +19,6 @@ from upr_protocol.handshake import (
     boundary,
     older_ids_to_try,
     resume_after_rollback,
-    resume_new,
 )
 from upr_protocol.position import Position, thin_markers
 
@@ -60,19 +59,19 @@ def held(seqno: int, horizon: int | None, *markers: int, failover_id: int | None
 
 def test_hello() -> None:
     new = answer_hello(LOG, None)
-    assert (new.ok, new.rollback_seqno, new.newest_id, new.rule) == (True, None, C, Rule.NEW_CLIENT)
+    assert (new.rollback_seqno, new.newest_id, new.rule) == (None, C, Rule.NEW_CLIENT)
     newest = answer_hello(LOG, C)
-    assert (newest.ok, newest.rule, newest.records) == (
-        True,
+    assert (newest.rollback_seqno, newest.rule, newest.records) == (
+        None,
         Rule.NEWEST_ID,
         (FailoverRecord(C, 200),),
     )
     older = answer_hello(LOG, A)
-    assert (older.ok, older.rollback_seqno, older.newest_id) == (False, 100, C)
+    assert (older.rollback_seqno, older.newest_id) == (100, C)
     assert (older.rule, older.records) == (Rule.NEXT_RECORD, LOG.records[:2])
     assert answer_hello(LOG, B).rollback_seqno == 200
     unknown = answer_hello(LOG, X)
-    assert (unknown.ok, unknown.rollback_seqno, unknown.rule) == (False, 0, Rule.UNKNOWN_ID)
+    assert (unknown.rollback_seqno, unknown.rule) == (0, Rule.UNKNOWN_ID)
 
 
 def test_the_words_have_the_numbers_and_the_ids() -> None:
@@ -186,9 +185,11 @@ def test_the_server_answers_as_the_model(
     log = FailoverLog.from_pairs(model.log)
 
     hello = answer_hello(log, failover_id)
-    assert ("ok" if hello.ok else "rollback", hello.rollback_seqno, hello.newest_id) == model.hello(
-        failover_id
-    )
+    assert (
+        "ok" if hello.rollback_seqno is None else "rollback",
+        hello.rollback_seqno,
+        hello.newest_id,
+    ) == model.hello(failover_id)
     assert answer_hello(log, failover_id) == hello
     answer = answer_start(
         log,
@@ -241,10 +242,8 @@ def test_no_marker_means_from_scratch() -> None:
 
 def test_a_lost_id_means_from_scratch() -> None:
     lost = held(300, 300, 300, failover_id=None)
-    for point in (resume_new(lost), resume_after_rollback(lost, 400)):
-        assert (point.seqno, point.undo, point.rule) == (0, True, Rule.LOST_ID)
-    new = resume_new(Position.fresh())
-    assert (new.seqno, new.undo, new.rule) == (0, False, Rule.NEW_CLIENT)
+    point = resume_after_rollback(lost, 400)
+    assert (point.seqno, point.undo, point.rule) == (0, True, Rule.LOST_ID)
 
 
 def test_a_rollback_is_checked() -> None:
@@ -353,7 +352,7 @@ class World:
             log = FailoverLog.from_pairs(self.server.log)
             hello = answer_hello(log, self.position.failover_id)
             if self.position.failover_id is None:
-                self.go_back(resume_new(self.position).seqno, log)
+                self.go_back(0, log)
             elif hello.rollback_seqno is not None:
                 self.roll_back(hello.rollback_seqno, log)
             if not calm and attempt < 5 and self.random.random() < 0.2:

@@ -18,7 +18,6 @@ from upr_protocol.handshake import (
     boundary,
     older_ids_to_try,
     resume_after_rollback,
-    resume_new,
 )
 from upr_protocol.position import Position
 
@@ -88,7 +87,7 @@ def shake(server: Server, position: Position, inclusive: bool) -> tuple[int | No
     answer = answer_hello(server.log, position.failover_id)
     assert answer.newest_id == server.log.newest.failover_id
     if position.failover_id is None:
-        return answer.rollback_seqno, resume_new(position)
+        return answer.rollback_seqno, resume_after_rollback(position, 0)
     if answer.rollback_seqno is None:
         return None, ResumePoint(position.seqno, False, answer.rule, answer.words)
     decided = limit = answer.rollback_seqno

@@ -20,7 +20,7 @@ from upr.storage.journal import Commit, Journal, JournalEntry
 from upr.storage.store import Store
 from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.failover import FailoverLog, FailoverRecord
-from upr_protocol.handshake import boundary, older_ids_to_try, resume_after_rollback, resume_new
+from upr_protocol.handshake import boundary, older_ids_to_try, resume_after_rollback
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
 from upr_protocol.wire.codec import encode_block
@@ -122,7 +122,7 @@ async def check_hello(client: RawClient, partition: int, vector: dict[str, Any])
                 rollback, limit = told, boundary(told, own_next)
                 break
     if failover_id is None:
-        resume = resume_new(position)
+        resume = resume_after_rollback(position, 0)
     elif limit is None:
         resume = None
     else:

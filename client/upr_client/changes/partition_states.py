@@ -12,6 +12,7 @@ from upr_client.changes.status import Progress
 from upr_client.endpoints import is_elsewhere
 from upr_protocol.consumer import Consumer, Fate, State, fate_of
 from upr_protocol.errors import ProtocolError, UprError
+from upr_protocol.handshake import RollbackAnswer
 from upr_protocol.position_table import STARTED
 from upr_protocol.wire.codec import log_from_messages
 from upr_protocol.wire.grpc import error_of
@@ -143,9 +144,10 @@ class PartitionStates:
         self.stuck.pop(partition, None)
         self.handshakes.append((partition, message.rule, message.words))
         self._progress.rollbacks[message.rule] += 1
-        pending = self.session.rollback(
-            partition, message.rollback_seqno, message.failover_id, message.rule, message.words, log
+        told = RollbackAnswer(
+            message.rollback_seqno, message.failover_id, message.rule, message.words, log
         )
+        pending = self.session.rollback(partition, told)
         if pending is None:
             self.urgent += 1
         count = self._rollbacks_in_row.get(partition, 0) + 1

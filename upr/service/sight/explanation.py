@@ -17,7 +17,6 @@ from upr_protocol.handshake import (
     answer_hello,
     answer_start,
     resume_after_rollback,
-    resume_new,
 )
 from upr_protocol.limits import SEQNO_MAX
 from upr_protocol.position import Position
@@ -99,16 +98,13 @@ def explain(
     hello = answer_hello(server.log, position.failover_id)
     start: StartAnswer | None = None
     rollback_seqno = hello.rollback_seqno
-    if hello.ok:
+    if rollback_seqno is None:
         start = start_from(position)
         rollback_seqno = start.rollback_seqno
         if rollback_seqno is None:
             return Explanation(partition, position, server, hello, start, None, None)
     assert rollback_seqno is not None
-    if position.failover_id is None:
-        resume = resume_new(position)
-    else:
-        resume = resume_after_rollback(position, rollback_seqno, inclusive=at_record)
+    resume = resume_after_rollback(position, rollback_seqno, inclusive=at_record)
     after = position.rolled_back(resume.seqno, hello.newest_id, server.log)
     return Explanation(partition, position, server, hello, start, resume, start_from(after))
 
@@ -165,7 +161,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
             "purge_seqno": server.purge_seqno,
         },
         "hello": {
-            "answer": "ok" if hello.ok else "rollback",
+            "answer": "ok" if hello.rollback_seqno is None else "rollback",
             "rollback_seqno": hello.rollback_seqno,
             "failover_id": id_text(hello.newest_id),
             "rule": str(hello.rule),
