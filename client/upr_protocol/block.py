@@ -556,19 +556,6 @@ def _join_cells(
     return offset_column(lengths[rows]), b"".join([data[a:b] for a, b in spans])
 
 
-def slice_above(block: Block, seqno: int) -> Block:
-    """Return what a one-run block tells above ``seqno``: the run ``(seqno, end_seqno]`` and its rows.
-
-    A seqno at or below the run's start returns the block itself.
-
-    Raises:
-        InvalidArgumentError: the block has more than one run, or ends at or below the seqno.
-    """
-    if len(block.runs) != 1 or seqno >= int(block.runs["end_seqno"][0]):
-        raise InvalidArgumentError(f"{block!r} cannot be sliced above seqno {seqno}")
-    return slice_runs(block, np.array([seqno], np.uint64))
-
-
 def slice_runs(block: Block, above: U64) -> Block:
     """Return what a block tells above a seqno of each run's own: ``(seqno, end_seqno]`` and those of its rows.
 

@@ -254,8 +254,6 @@ class FailoverLog:
         Raises:
             InvalidArgumentError: a number is out of range, or the id is in the log already.
         """
-        if limit < 1:
-            raise InvalidArgumentError(f"limit of a failover log is {limit}; must be at least 1")
         record = FailoverRecord(failover_id, seqno, epoch)
         kept = tuple(old for old in self.records if old.seqno <= seqno)
         return FailoverLog((*kept, record)[-limit:])

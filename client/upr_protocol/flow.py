@@ -36,28 +36,19 @@ def granted_window(asked: int) -> int:
 class CreditWindow:
     """Credit at the sender's side of one call.
 
-    Args:
+    Attributes:
         window: bytes that may be outstanding, 1 to ``CREDIT_BYTES_MAX``.
+        outstanding: bytes sent and not yet given back; above the window only while one larger message is out.
 
     Raises:
         InvalidArgumentError: the window is out of range.
     """
 
-    __slots__ = ("_outstanding", "_window")
+    __slots__ = ("outstanding", "window")
 
     def __init__(self, window: int = CREDIT_BYTES) -> None:
-        self._window = check_window(window)
-        self._outstanding = 0
-
-    @property
-    def window(self) -> int:
-        """Bytes that may be outstanding."""
-        return self._window
-
-    @property
-    def outstanding(self) -> int:
-        """Bytes sent and not yet given back; above the window only while one larger message is out."""
-        return self._outstanding
+        self.window = check_window(window)
+        self.outstanding = 0
 
     def may_send(self, size: int) -> bool:
         """Whether ``size`` bytes (0 or more) may be sent now.
@@ -65,8 +56,8 @@ class CreditWindow:
         They may if they fit into the free credit, or if less is outstanding than a receiver may hold back before it
         returns credit. Otherwise a value larger than the free credit would wait for a return that never comes.
         """
-        left = self._window - self._outstanding
-        return size <= left or self._outstanding * CREDIT_RETURN_FRACTION < self._window
+        left = self.window - self.outstanding
+        return size <= left or self.outstanding * CREDIT_RETURN_FRACTION < self.window
 
     def spend(self, size: int) -> None:
         """Count ``size`` bytes (0 or more) as sent.
@@ -76,13 +67,13 @@ class CreditWindow:
         """
         if size < 0 or not self.may_send(size):
             raise InvalidArgumentError(
-                f"{size} bytes do not fit: {self._outstanding} of {self._window} are outstanding"
+                f"{size} bytes do not fit: {self.outstanding} of {self.window} are outstanding"
             )
-        self._outstanding += size
+        self.outstanding += size
 
     def give_back(self, size: int) -> None:
         """Count ``size`` bytes (0 or more) as consumed by the peer; more than is outstanding means all of it."""
-        self._outstanding = max(self._outstanding - size, 0)
+        self.outstanding = max(self.outstanding - size, 0)
 
 
 class CreditReturn:
@@ -103,13 +94,7 @@ class CreditReturn:
         self._held = 0
 
     def consumed(self, size: int) -> int:
-        """Count ``size`` bytes (0 or more) as consumed; return how many to give back now, 0 for none.
-
-        Raises:
-            InvalidArgumentError: it is negative; nothing was changed.
-        """
-        if size < 0:
-            raise InvalidArgumentError(f"consumed size is {size} bytes; must be 0 or more")
+        """Count ``size`` bytes (0 or more) as consumed; return how many to give back now, 0 for none."""
         self._held += size
         return self.flush() if self._held * CREDIT_RETURN_FRACTION >= self._window else 0
 

@@ -112,11 +112,9 @@ def test_records_above_a_new_one_go_and_equal_ones_stay() -> None:
     assert before.to_pairs() == [(A, 0), (B, 100), (C, 200)]
 
 
-def test_a_new_record_needs_a_new_id_and_room() -> None:
+def test_a_new_record_needs_a_new_id() -> None:
     with pytest.raises(InvalidArgumentError, match="repeats"):
         log((A, 0), (B, 5)).with_record(A, 9)
-    with pytest.raises(InvalidArgumentError, match="limit"):
-        log((A, 0)).with_record(B, 9, limit=0)
     # The id of a record that goes in the same step is free again.
     assert log((A, 0), (B, 5)).with_record(B, 4).to_pairs() == [(A, 0), (B, 4)]
 

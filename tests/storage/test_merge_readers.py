@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from upr.storage import compact
 from upr.storage.blocks import BlockRange, Head, last_complete
 from upr.storage.compact import examine, merge_direct, rewrite_group
 from upr.storage.store import Store
-from upr_protocol.block import Block, slice_above
+from upr_protocol.block import Block, slice_runs
 
 P, Q = 5, 6
 KEYS = [b"k%d" % i for i in range(7)]
@@ -66,7 +67,7 @@ class Readers:
 
 
 def cut_above(blocks: list[Block], seqno: int) -> list[Block]:
-    return [slice_above(block, seqno) if i == 0 else block for i, block in enumerate(blocks)]
+    return [slice_runs(blocks[0], np.array([seqno], np.uint64)), *blocks[1:]] if blocks else []
 
 
 def check_positions(store: Store, partition: int, model: ModelPartition) -> None:

@@ -29,7 +29,7 @@ from upr_protocol.block import (
     row_seqnos,
     row_times,
     sealed,
-    slice_above,
+    slice_runs,
     with_cells,
     without_values,
 )
@@ -329,7 +329,7 @@ def _continue_from(
         else:
             if not compressed:
                 reading.plain_bytes -= len(data)
-            cut = reading.showing.of(slice_above(decode_block(data), at))
+            cut = reading.showing.of(slice_runs(decode_block(data), np.array([at], np.uint64)))
             data = encode_block(cut)
             block = Encoded(cut.runs, data)
         reading.send_bytes -= block.size
