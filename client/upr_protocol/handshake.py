@@ -10,7 +10,6 @@ from typing import Final, Literal, NamedTuple
 from upr_protocol.errors import ProtocolError, SnapshotGoneError
 from upr_protocol.failover import (
     FailoverLog,
-    FailoverRecord,
     check_failover_id,
     check_seqno,
     format_failover_id,
@@ -51,43 +50,33 @@ class Rule(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class HelloAnswer:
-    """The answer to Hello for one partition.
+class HandshakeAnswer:
+    """The answer to Hello or Start for one partition.
 
     Args:
-        rollback_seqno: None to resume; else the client rolls back to before it, 0 for a start from scratch.
+        rollback_seqno: the client rolls back to before it, 0 for a start from scratch; None to resume, or to retry
+            later with nothing undone.
         newest_id: the failover id to remember from now on.
         rule: which rule decided.
         words: one sentence for people, with the numbers and ids.
-        records: the records of the log that decided, oldest first; empty when none did.
     """
 
     rollback_seqno: int | None
     newest_id: int
     rule: Rule
     words: str
-    records: tuple[FailoverRecord, ...]
 
+    @property
+    def kind(self) -> Literal["started", "rollback", "behind"]:
+        """What it is as the answer to a Start."""
+        if self.rollback_seqno is not None:
+            return "rollback"
+        return "behind" if self.rule is Rule.BEHIND else "started"
 
-@dataclass(frozen=True, slots=True)
-class StartAnswer:
-    """The answer to Start for one partition.
-
-    Args:
-        kind: "started"; "rollback" to ``rollback_seqno``; or "behind": retry later, nothing undone.
-        rollback_seqno: None unless the kind is "rollback".
-        newest_id: the failover id to remember from now on.
-        rule: which rule decided.
-        words: one sentence for people, with the numbers and ids.
-        alarm: whether an operator must act, because a failover record is missing.
-    """
-
-    kind: Literal["started", "rollback", "behind"]
-    rollback_seqno: int | None
-    newest_id: int
-    rule: Rule
-    words: str
-    alarm: bool = False
+    @property
+    def alarm(self) -> bool:
+        """Whether an operator must act, because a failover record is missing."""
+        return self.rule is Rule.ABOVE_HIGH
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +96,7 @@ class ResumePoint:
     words: str
 
 
-def answer_hello(log: FailoverLog, failover_id: int | None) -> HelloAnswer:
+def answer_hello(log: FailoverLog, failover_id: int | None) -> HandshakeAnswer:
     """Answer a Hello that names ``failover_id``, None for a new client.
 
     Source: specification, "Handshakes", step 2.
@@ -115,32 +104,22 @@ def answer_hello(log: FailoverLog, failover_id: int | None) -> HelloAnswer:
     Raises:
         InvalidArgumentError: the id is 0 or out of range.
     """
-    newest = log.newest
+    newest_id = log.newest.failover_id
     if failover_id is None:
-        words = (
-            f"no failover id was sent, start from 0 with {format_failover_id(newest.failover_id)}"
-        )
-        return HelloAnswer(None, newest.failover_id, Rule.NEW_CLIENT, words, ())
-    check_failover_id(failover_id)
+        words = f"no failover id was sent, start from 0 with {format_failover_id(newest_id)}"
+        return HandshakeAnswer(None, newest_id, Rule.NEW_CLIENT, words)
     sent = format_failover_id(failover_id)
-    if failover_id == newest.failover_id:
+    if failover_id == newest_id:
         words = f"failover id {sent} is the newest, go on"
-        return HelloAnswer(None, newest.failover_id, Rule.NEWEST_ID, words, (newest,))
+        return HandshakeAnswer(None, newest_id, Rule.NEWEST_ID, words)
     if failover_id not in log:
         words = f"failover id {sent} is not in the log of {len(log)}, roll back to 0"
-        return HelloAnswer(0, newest.failover_id, Rule.UNKNOWN_ID, words, ())
-    index = log.index(failover_id)
-    following = log.records[index + 1]
+        return HandshakeAnswer(0, newest_id, Rule.UNKNOWN_ID, words)
+    following = log.records[log.index(failover_id) + 1]
     words = (
         f"failover id {sent} was followed by {following}, roll back to {following.seqno} or before"
     )
-    return HelloAnswer(
-        following.seqno,
-        newest.failover_id,
-        Rule.NEXT_RECORD,
-        words,
-        (log.records[index], following),
-    )
+    return HandshakeAnswer(following.seqno, newest_id, Rule.NEXT_RECORD, words)
 
 
 def answer_start(
@@ -153,7 +132,7 @@ def answer_start(
     purge_seqno: int = 0,
     active: bool = True,
     horizon: int | None = None,
-) -> StartAnswer:
+) -> HandshakeAnswer:
     """Answer a Start for what is above ``seqno``. The caller opens the cursor in the same step.
 
     Source: specification, "Handshakes", step 3; design, "Handshake".
@@ -182,26 +161,25 @@ def answer_start(
     what = f"seqno {seqno}" if seen == seqno else f"horizon {seen}"
     hello = answer_hello(log, failover_id)
     newest = log.newest
-    newest_id = newest.failover_id
 
-    def rollback(to: int, rule: Rule, words: str, alarm: bool = False) -> StartAnswer:
-        return StartAnswer("rollback", to, newest_id, rule, words, alarm)
+    def answer(to: int | None, rule: Rule, words: str) -> HandshakeAnswer:
+        return HandshakeAnswer(to, newest.failover_id, rule, words)
 
     if failover_id is None and seqno > 0:
         # Hello may say OK, because it makes no claim about data. Here data is claimed and nothing verifies it.
-        return rollback(
+        return answer(
             0,
             Rule.NEW_CLIENT,
             f"no failover id was sent with seqno {seqno}, so its history is not known, roll back to 0",
         )
     if hello.rollback_seqno is not None:
-        return rollback(hello.rollback_seqno, hello.rule, hello.words)
+        return hello
     # At 0 nothing is held, so no data can be of a wrong history, and nothing can have been missed.
     if seqno > 0:
-        if data_id is not None and data_id != newest_id:
+        if data_id is not None and data_id != newest.failover_id:
             held = format_failover_id(data_id)
             if data_id not in log:
-                return rollback(
+                return answer(
                     0,
                     Rule.DATA_ID_UNKNOWN,
                     f"the data up to {seqno} was received under {held}, which is not in the log of "
@@ -209,7 +187,7 @@ def answer_start(
                 )
             following = log.records[log.index(data_id) + 1]
             if seen > following.seqno:
-                return rollback(
+                return answer(
                     following.seqno,
                     Rule.DATA_ABOVE_NEXT_RECORD,
                     f"the data up to {what} was received under {held}, which was followed by {following}, "
@@ -217,28 +195,25 @@ def answer_start(
                 )
         if seen > high_seqno:
             if not active:
-                return StartAnswer(
-                    "behind",
+                return answer(
                     None,
-                    newest_id,
                     Rule.BEHIND,
                     f"{what} is above this replica's high seqno {high_seqno}, ask again when it has "
                     "caught up",
                 )
-            return rollback(
+            return answer(
                 newest.seqno,
                 Rule.ABOVE_HIGH,
                 f"{what} is above the active's high seqno {high_seqno} under its newest record {newest}, "
                 f"so a failover record is missing, roll back to {newest.seqno} or before",
-                alarm=True,
             )
         if seqno < purge_seqno:
-            return rollback(
+            return answer(
                 0,
                 Rule.BELOW_PURGE,
                 f"seqno {seqno} is below the purge seqno {purge_seqno}: deletes may be missed; roll back to 0",
             )
-    return StartAnswer("started", None, newest_id, hello.rule, f"{hello.words} above {seqno}")
+    return answer(None, hello.rule, f"{hello.words} above {seqno}")
 
 
 def resume_after_rollback(

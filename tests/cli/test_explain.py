@@ -84,6 +84,7 @@ def test_a_resuming_client_without_failover(log_file: Path) -> None:
     found = run(log_file, "5", "--id", QER053, "--seqno", "434", "--high", "440")
     assert (found["hello"]["answer"], found["start"]["answer"]) == ("ok", "started")
     assert found["server"]["high_seqno"] == 440
+    assert found["records"] == LOG[1]["failover_log"][-1:]
 
 
 def test_nothing_to_undo_needs_the_horizon(log_file: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import FailoverLog, check_partition
 from upr_protocol.handshake import (
+    HandshakeAnswer,
     ResumePoint,
     Rule,
-    StartAnswer,
     answer_hello,
     answer_start,
     boundary,
@@ -137,7 +137,7 @@ def test_bad_input_is_an_error(vector: Vector) -> None:
     assert "never a rollback" in caught.value.hint
 
 
-def started(server: Server, position: Position) -> StartAnswer:
+def started(server: Server, position: Position) -> HandshakeAnswer:
     return answer_start(
         server.log,
         failover_id=position.failover_id,

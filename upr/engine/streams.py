@@ -27,7 +27,7 @@ from upr_protocol.errors import (
     shown,
 )
 from upr_protocol.failover import FailoverLog
-from upr_protocol.handshake import StartAnswer
+from upr_protocol.handshake import HandshakeAnswer
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position_table import START
 
@@ -172,7 +172,7 @@ class RolledBack:
     """Answer to a Start: the client must roll back first."""
 
     partition: int
-    answer: StartAnswer
+    answer: HandshakeAnswer
     log: FailoverLog
     epoch: int = 0
 

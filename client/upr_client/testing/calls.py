@@ -33,7 +33,7 @@ from upr_protocol.errors import (
 )
 from upr_protocol.failover import check_failover_id, check_partition, check_seqno
 from upr_protocol.flow import CreditWindow, Liveness, granted_window
-from upr_protocol.handshake import StartAnswer, answer_start
+from upr_protocol.handshake import HandshakeAnswer, answer_start
 from upr_protocol.limits import FRAME_BYTES, HEARTBEAT_SECONDS, PARTITIONS, WRITES_IN_FLIGHT_MAX
 from upr_protocol.position_table import START
 from upr_protocol.wire.codec import (
@@ -639,7 +639,7 @@ def _plain(start: stream_pb2.Start) -> list[stream_pb2.StartPartition]:
     return requests
 
 
-def _decide(partition: Partition, asked: stream_pb2.StartPartition) -> StartAnswer:
+def _decide(partition: Partition, asked: stream_pb2.StartPartition) -> HandshakeAnswer:
     if partition.refusal is not None:
         raise partition.refusal
     check_seqno(asked.seqno)
@@ -671,7 +671,7 @@ def _until(partition: Partition, asked: stream_pb2.StartPartition) -> int | None
     return check_seqno(until, "until_seqno")
 
 
-def _rollback(partition: Partition, answer: StartAnswer) -> stream_pb2.Rollback:
+def _rollback(partition: Partition, answer: HandshakeAnswer) -> stream_pb2.Rollback:
     return stream_pb2.Rollback(
         rollback_seqno=answer.rollback_seqno or 0,
         failover_id=answer.newest_id,

@@ -10,10 +10,9 @@ from typing import Any
 
 from upr_protocol.failover import FailoverLog, FailoverRecord, format_failover_id
 from upr_protocol.handshake import (
-    HelloAnswer,
+    HandshakeAnswer,
     ResumePoint,
     Rule,
-    StartAnswer,
     answer_hello,
     answer_start,
     resume_after_rollback,
@@ -49,10 +48,10 @@ class Explanation:
     partition: int
     position: Position
     server: ServerSide
-    hello: HelloAnswer
-    start: StartAnswer | None
+    hello: HandshakeAnswer
+    start: HandshakeAnswer | None
     resume: ResumePoint | None
-    restart: StartAnswer | None
+    restart: HandshakeAnswer | None
 
 
 def position_of(
@@ -83,7 +82,7 @@ def explain(
         at_record: the client also goes back to a marker at the seqno it was told, not only before it.
     """
 
-    def start_from(where: Position) -> StartAnswer:
+    def start_from(where: Position) -> HandshakeAnswer:
         return answer_start(
             server.log,
             failover_id=where.failover_id,
@@ -96,7 +95,7 @@ def explain(
         )
 
     hello = answer_hello(server.log, position.failover_id)
-    start: StartAnswer | None = None
+    start: HandshakeAnswer | None = None
     rollback_seqno = hello.rollback_seqno
     if rollback_seqno is None:
         start = start_from(position)
@@ -112,13 +111,15 @@ def explain(
 def records_of(explanation: Explanation) -> tuple[FailoverRecord, ...]:
     """Return the failover records that decided, oldest first."""
     start, log = explanation.start, explanation.server.log
-    if start is not None and start.rule is Rule.DATA_ABOVE_NEXT_RECORD:
-        assert explanation.position.data_id is not None
-        index = log.index(explanation.position.data_id)
-        return log.records[index : index + 2]
     if start is not None and start.rule is Rule.ABOVE_HIGH:
         return (log.newest,)
-    return explanation.hello.records
+    decisive = explanation.position.failover_id
+    if start is not None and start.rule is Rule.DATA_ABOVE_NEXT_RECORD:
+        decisive = explanation.position.data_id
+    if decisive is None or decisive not in log:
+        return ()
+    index = log.index(decisive)
+    return log.records[index : index + 2]
 
 
 def id_text(failover_id: int | None) -> str | None:
@@ -130,7 +131,7 @@ def record_to_json(record: FailoverRecord) -> dict[str, Any]:
     return {"failover_id": format_failover_id(record.failover_id), "seqno": int(record.seqno)}
 
 
-def _start_to_json(start: StartAnswer | None) -> dict[str, Any] | None:
+def _start_to_json(start: HandshakeAnswer | None) -> dict[str, Any] | None:
     if start is None:
         return None
     return {
