@@ -317,11 +317,6 @@ class Consumer:
         elif log is not None:
             self._logs[partition] = log_records(log)
 
-    def _log(self, partition: int) -> FailoverLog | None:
-        if born := int(self._born[partition]):
-            return FailoverLog.born(born)
-        return log_of_records(self._logs.get(partition, NO_RECORDS))
-
     def _log_records(self, partition: int) -> Rows:
         if born := int(self._born[partition]):
             return np.array([(born, 0)], RECORD)
@@ -512,7 +507,7 @@ class Consumer:
         """
         self._expect_starting(partition)
         if (pin := self._exact.get(partition)) is not None:
-            known = self._log(partition) if log is None else log
+            known = log_of_records(self._log_records(partition)) if log is None else log
             try:
                 check_pin(partition, pin, failover_id, until_seqno, known)
             except SnapshotGoneError:
@@ -776,7 +771,7 @@ class Consumer:
             int(self._seqno[partition]),
             None if horizon == UNKNOWN_HORIZON else horizon,
             self._markers.of(partition),
-            self._log(partition),
+            log_of_records(self._log_records(partition)),
             self.bucket,
         )
 

@@ -257,21 +257,11 @@ def _id_from_json(document: Mapping[str, Any], field: str) -> int | None:
 def _log_from_json(value: list[Any] | None) -> FailoverLog | None:
     if value is None:
         return None
-    pairs: list[tuple[int, int]] = []
     for entry in value:
-        if not (
-            type(entry) is list
-            and len(entry) == 2
-            and type(entry[0]) is str
-            and type(entry[1]) is int
-        ):
+        if type(entry) is not list or list(map(type, entry)) != [str, int]:
             raise _damaged("log", "has an entry that is not an id and a seqno")
-        try:
-            pairs.append((parse_failover_id(entry[0]), entry[1]))
-        except InvalidArgumentError as error:
-            raise _damaged("log", f"has a wrong id: {error.message}") from error
     try:
-        return FailoverLog.from_pairs(pairs)
+        return FailoverLog.from_pairs((parse_failover_id(text), seqno) for text, seqno in value)
     except InvalidArgumentError as error:
         raise _damaged("log", f"is no failover log: {error.message}") from error
 

@@ -262,14 +262,9 @@ class PositionTable(Mapping[int, Position]):
         """Return the table that ``encode`` gave.
 
         Raises:
-            PositionDamagedError: the bytes are something else or of a newer format, the CRC32 is wrong, or a position
-                is out of range or contradicts itself.
+            PositionDamagedError: the bytes are something else, the CRC32 is wrong, or a position is out of range or
+                contradicts itself.
         """
-        if (found := format_of(data)) > FORMAT:
-            raise PositionDamagedError(
-                f"format of the table of positions is {found}; must be at most {FORMAT}",
-                hint=NEWER_HINT,
-            )
         if len(data) < _HEAD.size or data[: len(MAGIC)] != MAGIC:
             raise _damaged("it is no table of positions")
         _, crc, text, rows, markers, records = _HEAD.unpack_from(data)

@@ -191,7 +191,8 @@ def block_from_message(message: types_pb2.Block, *, numbered: bool = True) -> Bl
             )
         if any(columns) or further:
             raise CorruptBlockError("a compressed block has columns")
-        _check_zstd_crc(message.columns_crc, message.zstd, message.zstd_crc)
+        found = _zstd_crc(message.columns_crc, message.zstd)
+        _check_crc("compressed columns", found, message.zstd_crc)
         data, spans = _decompressed(message.zstd)
         columns = tuple(data[slice(*spans[field])] for field in _COLUMNS)  # type: ignore[assignment]
         further = further_in((data, spans))
@@ -325,7 +326,8 @@ def _check_spans(data: bytes, spans: Spans) -> None:
     columns_crc = _number(data, spans, _COLUMNS_CRC)
     if _ZSTD in spans or _ZSTD_CRC in spans:
         zstd = data[slice(*spans.get(_ZSTD, _ABSENT))]
-        _check_zstd_crc(columns_crc, zstd, _number(data, spans, _ZSTD_CRC))
+        found = _zstd_crc(columns_crc, zstd)
+        _check_crc("compressed columns", found, _number(data, spans, _ZSTD_CRC))
         return
     columns = [data[slice(*spans.get(field, _ABSENT))] for field in _COLUMNS]
     _check_crc("columns", crc_of_columns(columns, further_in((data, spans))), columns_crc)
@@ -346,10 +348,6 @@ def _check_crc(name: str, value: int, told: int) -> None:
 def _zstd_crc(columns_crc: int, zstd: bytes) -> int:
     crc: int = google_crc32c.value(columns_crc.to_bytes(4, "little"))
     return int(google_crc32c.extend(crc, zstd))
-
-
-def _check_zstd_crc(columns_crc: int, zstd: bytes, told: int) -> None:
-    _check_crc("compressed columns", _zstd_crc(columns_crc, zstd), told)
 
 
 def _lengths_in(zstd: bytes) -> list[int]:
