@@ -226,7 +226,7 @@ def resume_after_rollback(
 
     Args:
         position: its position.
-        rollback_seqno: the server's answer, or ``boundary`` if an older id was tried; 0 to 2^48 - 1.
+        rollback_seqno: the server's answer, or where an older id that it knows parts; 0 to 2^48 - 1.
         inclusive: also take a marker at ``rollback_seqno`` itself, which is as true because a failover record
             carries a complete marker. The default is the specification's word, before.
 
@@ -262,13 +262,9 @@ def older_ids_to_try(position: Position) -> list[tuple[int, int]]:
     """The older failover ids of a client whose newest id the server does not know, newest first.
 
     Each comes with the seqno of the record right after it in the client's own log: what the client received above
-    that was received under a later id, of which the server may know nothing. Hello is asked again with one after
-    the other until it answers with something else than 0; then ``boundary`` of that answer and this seqno is
-    where to roll back to. Empty when the own log cannot tell: there is none, or it lacks the position's id, so
-    that it is older than the data.
-
-    Only for a rollback to 0 because the id is not known. When the server's newest id is the position's own, 0
-    has another reason (purged, say) and holds.
+    that was received under a later id, of which the server may know nothing. So the smaller of that seqno and the
+    server's answer to the first of these ids that it knows is where to roll back to. Empty when the own log cannot
+    tell: there is none, or it lacks the position's id, so that it is older than the data.
 
     Source: specification, "Additional notes on handshakes" (try different ids); design, "Handshake".
     """
@@ -280,23 +276,6 @@ def older_ids_to_try(position: Position) -> list[tuple[int, int]]:
         (older.failover_id, following.seqno)
         for older, following in zip(records[-2::-1], records[:0:-1], strict=True)
     ]
-
-
-def boundary(server_rollback: int | None, own_next: int) -> int:
-    """Return where to roll back to after the server's answer to an older id.
-
-    Args:
-        server_rollback: the seqno that it named; None when it said OK, since the older id is its newest: then only
-            the own record says where the histories part.
-        own_next: the seqno of the own record right after that id.
-
-    Raises:
-        InvalidArgumentError: a seqno is out of range.
-    """
-    check_seqno(own_next, "seqno of the own next record")
-    if server_rollback is None:
-        return own_next
-    return min(check_seqno(server_rollback, "seqno to roll back to"), own_next)
 
 
 BUCKET_GONE_RULE: Final = "bucket_gone"
@@ -409,7 +388,9 @@ def _older(position: Position, rollback_seqno: int, log: FailoverLog | None) -> 
         return rollback_seqno, ""
     for older_id, own_next in older_ids_to_try(position):
         if older_id in log:
-            target = boundary(answer_hello(log, older_id).rollback_seqno, own_next)
+            told = answer_hello(log, older_id).rollback_seqno
+            # Where it is the server's newest, only the own record says where the histories part.
+            target = own_next if told is None else min(told, own_next)
             return (
                 target,
                 f"; the older id {format_failover_id(older_id)} is known: back to {target}",

@@ -13,10 +13,11 @@ from tests.model import ModelBucket, ModelClient, ModelPartition, Run, partition
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import (
+    RollbackAnswer,
     Rule,
     answer_hello,
     answer_start,
-    boundary,
+    boundary_of,
     older_ids_to_try,
     resume_after_rollback,
 )
@@ -246,10 +247,6 @@ def test_a_rollback_is_checked() -> None:
     for seqno in (-1, 2**48):
         with pytest.raises(InvalidArgumentError):
             resume_after_rollback(held(5, 5), seqno)
-        with pytest.raises(InvalidArgumentError):
-            boundary(seqno, 5)
-        with pytest.raises(InvalidArgumentError):
-            boundary(5, seqno)
 
 
 def test_older_ids_come_with_their_own_next_record() -> None:
@@ -266,10 +263,16 @@ def test_a_log_that_cannot_tell_gives_no_older_ids() -> None:
     assert older_ids_to_try(replace(position, failover_id=None)) == []
 
 
-def test_the_boundary_is_the_smaller() -> None:
-    assert boundary(100, 90) == 90
-    assert boundary(90, 100) == 90
-    assert boundary(None, 90) == 90
+@pytest.mark.parametrize(
+    ("records", "seqno"), [([(A, 0), (B, 100)], 90), ([(A, 0), (B, 80)], 80), ([(A, 0)], 90)]
+)
+def test_an_older_id_leads_to_where_the_first_of_both_logs_left_it(
+    records: list[tuple[int, int]], seqno: int
+) -> None:
+    own, log = FailoverLog.from_pairs([(A, 0), (X, 90)]), FailoverLog.from_pairs(records)
+    position = replace(held(250, 250), failover_id=X, log=own)
+    answer = RollbackAnswer(0, log.newest.failover_id, "unknown_id", "", log)
+    assert boundary_of(position, answer) == seqno
 
 
 # Both, through branching histories.
@@ -373,7 +376,7 @@ class World:
             for older, own_next in older_ids_to_try(self.position):
                 again = answer_hello(log, older)
                 if again.rollback_seqno != 0:
-                    seqno = boundary(again.rollback_seqno, own_next)
+                    seqno = min(own_next, again.rollback_seqno or own_next)
                     if not self.rules.mind_own_next:
                         seqno = again.rollback_seqno or self.position.seqno
                     break

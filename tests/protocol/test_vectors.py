@@ -15,7 +15,6 @@ from upr_protocol.handshake import (
     Rule,
     answer_hello,
     answer_start,
-    boundary,
     older_ids_to_try,
     resume_after_rollback,
 )
@@ -97,7 +96,7 @@ def shake(server: Server, position: Position, inclusive: bool) -> tuple[int | No
             if again.rollback_seqno != 0:
                 assert again.rollback_seqno is not None
                 decided = again.rollback_seqno
-                limit = boundary(decided, own_next)
+                limit = min(decided, own_next)
                 break
     return decided, resume_after_rollback(position, limit, inclusive=inclusive)
 

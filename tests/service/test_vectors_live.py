@@ -20,7 +20,7 @@ from upr.storage.journal import Commit, Journal, JournalEntry
 from upr.storage.store import Store
 from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.failover import FailoverLog, FailoverRecord
-from upr_protocol.handshake import boundary, older_ids_to_try, resume_after_rollback
+from upr_protocol.handshake import older_ids_to_try, resume_after_rollback
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position import Position
 from upr_protocol.wire.codec import encode_block
@@ -119,7 +119,7 @@ async def check_hello(client: RawClient, partition: int, vector: dict[str, Any])
             (again,) = (await client.hello({partition: older})).answers
             told = again.rollback_seqno if again.HasField("rollback_seqno") else None
             if told != 0:
-                rollback, limit = told, boundary(told, own_next)
+                rollback, limit = told, min(own_next, told or own_next)
                 break
     if failover_id is None:
         resume = resume_after_rollback(position, 0)
