@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from upr_cli_kit.contexts import CONTEXT_FIELDS, chosen
 from upr_protocol.errors import InvalidArgumentError, UnavailableError
 from upr_protocol.failover import check_seqno, parse_failover_id
-from upr_protocol.limits import ADMIN_SOCKET, PARTITIONS
+from upr_protocol.limits import ADMIN_SOCKET, parse_partitions
 
 if TYPE_CHECKING:
     from upr_client import Client
@@ -43,28 +43,6 @@ def _bounded(digits: str, name: str, highest: int) -> int:
     if len(digits) > 20 or int(digits) > highest:
         raise InvalidArgumentError(f"{name} is {shown}, it must be from 0 to {highest}")
     return int(digits)
-
-
-def parse_partitions(text: str) -> list[int]:
-    """Return the partitions that ``0-63,512`` names, ascending, each once.
-
-    Raises:
-        InvalidArgumentError: a part is no partition or range.
-    """
-    chosen: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        ends = [first, last] if dash else [first, first]
-        if not all(end.isascii() and end.isdigit() for end in ends):
-            raise InvalidArgumentError(
-                f"{part.strip()!r} is not a partition or a range of partitions",
-                hint="for example 0-63,512",
-            )
-        low, high = (_bounded(end, "partition", PARTITIONS - 1) for end in ends)
-        if low > high:
-            raise InvalidArgumentError(f"the range {part.strip()} is empty")
-        chosen.update(range(low, high + 1))
-    return sorted(chosen)
 
 
 def split_address(text: str) -> tuple[str, int]:

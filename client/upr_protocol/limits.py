@@ -1,5 +1,5 @@
 """Limits and defaults of the protocol, all in one place, the checks of names and choices, and the way in which people write
-sizes and durations.
+sizes, durations and partitions.
 
 Units are in the names. A limit that bounds what a peer may send is checked where the message enters, and
 the error names the value and the limit. Source: the specification ("Terminology"), and the project's design
@@ -375,3 +375,31 @@ def format_size(count: int) -> str:
         if count and count % size == 0:
             return f"{count // size}{unit}"
     return "0"
+
+
+def parse_partitions(text: str) -> list[int]:
+    """Return the partitions that ``0-63,512`` names, ascending, each once.
+
+    Raises:
+        InvalidArgumentError: a part is no partition or range.
+    """
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        ends = [first, last] if dash else [first, first]
+        if not all(end.isascii() and end.isdigit() for end in ends):
+            raise InvalidArgumentError(
+                f"{part.strip()[:60]!r} is not a partition or a range of partitions",
+                hint="for example 0-63,512",
+            )
+        for end in ends:
+            # Python refuses to convert thousands of digits.
+            if len(end) > 20 or int(end) >= PARTITIONS:
+                raise InvalidArgumentError(
+                    f"partition is {end[:20]}, it must be from 0 to {PARTITIONS - 1}"
+                )
+        low, high = map(int, ends)
+        if low > high:
+            raise InvalidArgumentError(f"the range {part.strip()} is empty")
+        chosen.update(range(low, high + 1))
+    return sorted(chosen)

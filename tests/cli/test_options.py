@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from upr.cli import entry
 from upr_cli_kit import exit_codes
-from upr_cli_kit.options import parse_partitions, split_address
+from upr_cli_kit.options import split_address
 from upr_cli_kit.output import Group, Progress, columns, verbose_option
 from upr_protocol.errors import (
     BucketNotFoundError,
@@ -23,6 +23,7 @@ from upr_protocol.errors import (
     UnknownOutcomeError,
     UprError,
 )
+from upr_protocol.limits import parse_partitions
 
 
 @pytest.mark.parametrize(
