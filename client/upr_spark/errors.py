@@ -6,6 +6,7 @@ The first line is ``UPR_<CODE> {json}``; the JSON has at least message, hint and
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, Self
 
 from upr_protocol.errors import UprError
@@ -47,27 +48,17 @@ class UprSparkError(UprError):
         return f"UPR_{self.code} {json.dumps(document)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.code, self.message, self.hint, self.retriable, self.details)
-        return _rebuild, fields
+        made = partial(
+            UprSparkError, hint=self.hint, retriable=self.retriable, details=self.details
+        )
+        return made, (self.code, self.message)
 
     @classmethod
-    def of(cls, error: UprError, **details: Any) -> Self:
+    def of(cls, error: UprError) -> Self:
         """Return an error of the SDK or the server as one of these; its reason becomes the code."""
         if isinstance(error, cls):
             return error
-        return cls(
-            error.reason,
-            error.message,
-            hint=error.hint,
-            retriable=error.retriable,
-            details=details,
-        )
-
-
-def _rebuild(
-    code: str, message: str, hint: str, retriable: bool, details: Mapping[str, Any]
-) -> UprSparkError:
-    return UprSparkError(code, message, hint=hint, retriable=retriable, details=details)
+        return cls(error.reason, error.message, hint=error.hint, retriable=error.retriable)
 
 
 def bad_option(name: str, value: object, expected: str, hint: str = "") -> UprSparkError:
@@ -83,6 +74,11 @@ def bad_option(name: str, value: object, expected: str, hint: str = "") -> UprSp
         hint=hint,
         details={"option": name},
     )
+
+
+def bad_schema(column: str, message: str, hint: str) -> UprSparkError:
+    """Return the refusal of a schema because of one of its columns."""
+    return UprSparkError("BAD_SCHEMA", message, hint=hint, details={"column": column})
 
 
 def find_error(text: object) -> UprSparkError | None:

@@ -8,7 +8,7 @@ from pyspark.sql.types import BinaryType, StringType, StructType
 
 from upr_client.arrow import check_columns
 from upr_protocol.errors import InvalidArgumentError
-from upr_spark.errors import UprSparkError
+from upr_spark.errors import UprSparkError, bad_schema
 from upr_spark.sink.options import APPLY
 
 IGNORED: Final = frozenset({"partition", "seqno", "failover_id", "marker", "time"})
@@ -27,7 +27,7 @@ def check_schema(schema: StructType, mode: str, *, ignore_extra: bool) -> None:
     names = [field.name for field in schema.fields]
     for name in needed:
         if names.count(name) != 1:
-            raise _bad_schema(
+            raise bad_schema(
                 name,
                 f"writeMode={mode} needs one column {name}; there are {names.count(name)}",
                 f"the columns are {', '.join(names) or 'none'}; rename one with withColumnRenamed",
@@ -36,7 +36,7 @@ def check_schema(schema: StructType, mode: str, *, ignore_extra: bool) -> None:
         if field.name in needed:
             kinds = (StringType,) if field.name == "op" else (BinaryType, StringType)
             if not isinstance(field.dataType, kinds):
-                raise _bad_schema(
+                raise bad_schema(
                     field.name,
                     f"column {field.name} is {field.dataType.simpleString()}; must be "
                     + " or ".join(kind.typeName() for kind in kinds),
@@ -46,13 +46,9 @@ def check_schema(schema: StructType, mode: str, *, ignore_extra: bool) -> None:
             hint = f'drop it with .drop("{field.name}"), or set ignoreExtraColumns to true'
             if field.name == "op":
                 hint = f"set writeMode to apply, which obeys it; or {hint}"
-            raise _bad_schema(
+            raise bad_schema(
                 field.name, f"column {field.name} has no meaning here with writeMode={mode}", hint
             )
-
-
-def _bad_schema(column: str, message: str, hint: str) -> UprSparkError:
-    return UprSparkError("BAD_SCHEMA", message, hint=hint, details={"column": column})
 
 
 def check_named(batch: pa.RecordBatch) -> pa.RecordBatch:

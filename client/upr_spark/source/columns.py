@@ -19,7 +19,7 @@ from pyspark.sql.types import (
 
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import PARTITIONS
-from upr_spark.errors import UprSparkError
+from upr_spark.errors import UprSparkError, bad_schema
 from upr_spark.source.plan import Control, Range
 
 _TYPES: Final[dict[str, tuple[type[DataType], ...]]] = {
@@ -57,26 +57,18 @@ def check_schema(schema: StructType) -> None:
         UprSparkError: UPR_BAD_SCHEMA, naming the column.
     """
     for field in schema.fields:
-        types = _TYPES.get(field.name)
+        name, types = field.name, _TYPES.get(field.name)
         known = ", ".join(f"{name} {types[0]().simpleString()}" for name, types in _TYPES.items())
         if types is None:
-            raise _bad_schema(field, "there is no such column", f"the columns are {known}")
+            raise bad_schema(
+                name, f"column {name}: there is no such column", f"the columns are {known}"
+            )
         if not any(type(field.dataType) is kind for kind in types):
             words = " or ".join(kind().simpleString() for kind in types)
-            raise _bad_schema(
-                field, f"it is {words}, not {field.dataType.simpleString()}", "or leave it out"
-            )
+            found = field.dataType.simpleString()
+            raise bad_schema(name, f"column {name}: it is {words}, not {found}", "or leave it out")
         if not field.nullable:
-            raise _bad_schema(field, "it may be null", "declare it without NOT NULL")
-
-
-def _bad_schema(field: StructField, words: str, hint: str) -> UprSparkError:
-    return UprSparkError(
-        "BAD_SCHEMA",
-        f"column {field.name}: {words}",
-        hint=hint,
-        details={"column": field.name},
-    )
+            raise bad_schema(name, f"column {name}: it may be null", "declare it without NOT NULL")
 
 
 class Columns:
