@@ -34,8 +34,7 @@ from upr_client.errors import PartitionNotActiveError
 from upr_client.testing import ScriptedServer
 from upr_client.types import Bucket
 from upr_protocol.partitioning import partition_of
-from upr_spark.sink import batch_writer, stream_writer
-from upr_spark.sink.writers import Chunks
+from upr_spark.sink.writers import Chunks, batch_writer, stream_writer
 
 StartServer = Callable[..., RunningServer]
 

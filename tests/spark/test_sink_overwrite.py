@@ -11,7 +11,8 @@ from tests.harness import RunningServer
 from tests.spark.sink_rows import UPSERT, Place, batches, refusal, some_rows
 from upr_client import Client
 from upr_client.testing import ScriptedServer, keys_in
-from upr_spark.sink import batch_writer, stream_writer, truncation
+from upr_spark.sink import truncation
+from upr_spark.sink.writers import batch_writer, stream_writer
 
 StartServer = Callable[..., RunningServer]
 

@@ -10,8 +10,7 @@ import pyarrow  # noqa: F401
 import pyspark.sql  # noqa: F401
 from pyspark import daemon
 
-import upr_spark.sink
-import upr_spark.source  # noqa: F401
+import upr_spark.source.data_source  # noqa: F401
 
 if __name__ == "__main__":
     daemon.manager()

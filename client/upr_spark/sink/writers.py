@@ -338,7 +338,7 @@ class BatchWriter(DataSourceArrowWriter):
         self._options = options
         self._of_table = of_table
         self._write_id = options.write_id or secrets.token_hex(16)
-        self._named = options.write_id is not None
+        self._kind = "batch" if options.write_id is None else "named"
         self._beginning = None
         if overwrite:
             try:
@@ -354,10 +354,9 @@ class BatchWriter(DataSourceArrowWriter):
         """
         context = TaskContext.get()
         partition = 0 if context is None else context.partitionId()
-        kind = "named" if self._named else "batch"
         rows = map(check_named, iterator) if self._of_table else iterator
         return TaskRows(
-            write_batches(self._options, batch_task(kind, self._write_id, partition), rows)
+            write_batches(self._options, batch_task(self._kind, self._write_id, partition), rows)
         )
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:

@@ -34,6 +34,7 @@ from upr_protocol.limits import CLOCK_JUMP_SECONDS, KEY_BYTES_MAX, PARTITIONS
 from upr_spark.errors import bad_option
 from upr_spark.options import Option
 from upr_spark.sink.options import APPLY, WRITE_OPTIONS
+from upr_spark.sink.writers import batch_writer, stream_writer
 from upr_spark.source.columns import Columns, check_schema, default_schema
 from upr_spark.source.offsets import parse_offset
 from upr_spark.source.options import READING_OPTIONS, Settings, read_settings
@@ -89,14 +90,10 @@ class UprDataSource(DataSource):
         return UprStreamReader(settings, schema, self._pinned)
 
     def writer(self, schema: StructType, overwrite: bool) -> Any:
-        from upr_spark.sink import batch_writer
-
         options = _options(self.options, schema, READING_OPTIONS, WRITE_OPTIONS)
         return batch_writer(options, schema, overwrite, of_table="endpoint" not in self.options)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> Any:
-        from upr_spark.sink import stream_writer
-
         # The columns are those of what is read: they do not tell of the table that is written to.
         return stream_writer(self.options, schema, overwrite)
 
