@@ -32,7 +32,6 @@ class Option:
     Args:
         name: as it is written in documents; Spark takes it in any case.
         default: the text that stands for it where it is not given; None for none.
-        used: where it counts: "batch", "stream", "write", with blanks in between.
         words: what it does.
         parse: takes the text and returns the value; raises ValueError with what is expected.
         secret: whether the value may not be shown.
@@ -40,7 +39,6 @@ class Option:
 
     name: str
     default: str | None
-    used: str
     words: str
     parse: Callable[[str], Any]
     secret: bool = False
@@ -155,52 +153,30 @@ def duration(low: float, high: float) -> Callable[[str], float]:
     return partial(parse_duration, low=low, high=high)
 
 
-_EVERYWHERE: Final = "batch stream write"
 CONNECTION_OPTIONS: Final = (
-    Option(
-        "endpoint",
-        None,
-        _EVERYWHERE,
-        "HOST:PORT of the server, or several with commas in between",
-        text,
-    ),
-    Option("bucket", "default", _EVERYWHERE, "the bucket's name", text),
-    Option("tls", "false", _EVERYWHERE, "whether the connection is encrypted", flag),
+    Option("endpoint", None, "HOST:PORT of the server, or several with commas in between", text),
+    Option("bucket", "default", "the bucket's name", text),
+    Option("tls", "false", "whether the connection is encrypted", flag),
     Option(
         "tls.ca",
         None,
-        _EVERYWHERE,
         "PEM file of the certificates to trust, read on the driver's machine; else the usual ones",
         text,
     ),
-    Option("tls.cert", None, _EVERYWHERE, "PEM file of the client's own certificate", text),
-    Option("tls.key", None, _EVERYWHERE, "PEM file of the client's private key", text),
-    Option("token", None, _EVERYWHERE, "bearer token; never shown in an error", text, secret=True),
-    Option(
-        "tokenFile",
-        None,
-        _EVERYWHERE,
-        "file that has the token, read on the driver's machine",
-        text,
-    ),
+    Option("tls.cert", None, "PEM file of the client's own certificate", text),
+    Option("tls.key", None, "PEM file of the client's private key", text),
+    Option("token", None, "bearer token; never shown in an error", text, secret=True),
+    Option("tokenFile", None, "file that has the token, read on the driver's machine", text),
     Option(
         "connectTimeout",
         "10s",
-        _EVERYWHERE,
         "how long the server may take to accept a stream",
         duration(0.05, 3600),
     ),
-    Option(
-        "readTimeout",
-        "60s",
-        _EVERYWHERE,
-        "how long a single request may take",
-        duration(0.05, 3600),
-    ),
+    Option("readTimeout", "60s", "how long a single request may take", duration(0.05, 3600)),
     Option(
         "retryTimeout",
         "60s",
-        _EVERYWHERE,
         "how long reading and writing is tried again without hearing from a server",
         duration(0.05, 86400),
     ),

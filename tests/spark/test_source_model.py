@@ -15,7 +15,7 @@ from tests.spark.source_engine import Engine, model_settings
 from tests.spark.source_model import ModelServer, Weather
 from upr_protocol.errors import TooManyError
 from upr_protocol.handshake import Pin
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import PARTITIONS, parse_partitions
 from upr_spark.errors import UprSparkError, find_error
 from upr_spark.options import read_connection, size
 from upr_spark.source.columns import default_schema
@@ -25,7 +25,6 @@ from upr_spark.source.offsets import (
     Offset,
     format_partitions,
     parse_offset,
-    parse_partitions,
 )
 from upr_spark.source.options import OPTIONS, Rules, read_settings
 from upr_spark.source.plan import (
@@ -534,7 +533,7 @@ def test_an_offset_of_a_thousand_partitions_is_small() -> None:
 
 
 def test_partitions_are_written_as_ranges() -> None:
-    assert parse_partitions("0-2, 512,1") == (0, 1, 2, 512)
+    assert parse_partitions("0-2, 512,1") == [0, 1, 2, 512]
     assert format_partitions((0, 1, 2, 512)) == "0-2,512"
     assert format_partitions(parse_partitions("1023,0-1022")) == "0-1023"
 

@@ -15,12 +15,11 @@ from typing import Any, Final
 
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import (
-    check_partition,
     check_seqno,
     format_failover_id,
     parse_failover_id,
 )
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import PARTITIONS, parse_partitions
 from upr_spark.errors import UprSparkError
 
 FORMAT: Final = 1
@@ -169,26 +168,6 @@ def _name(document: Mapping[str, Any], key: str) -> str | None:
 
 def _bad(what: str, hint: str) -> UprSparkError:
     return UprSparkError("BAD_OFFSET", f"the offset cannot be read: {what}", hint=hint)
-
-
-def parse_partitions(text: str) -> tuple[int, ...]:
-    """Return the partitions that a text as "0-127,512" names, ascending and each once.
-
-    Raises:
-        ValueError: it is not of this form, or a partition is out of range; InvalidArgumentError for the latter.
-    """
-    found: set[int] = set()
-    for part in text.split(","):
-        low, dash, high = part.strip().partition("-")
-        if not low.isdigit() or (dash and not high.isdigit()):
-            raise ValueError(f"{part.strip()[:60]!r} is neither a partition nor a range as 0-127")
-        first, last = int(low[:9]), int((high if dash else low)[:9])
-        check_partition(first)
-        check_partition(last)
-        if last < first:
-            raise ValueError(f"the range {part.strip()} ends before it begins")
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
 
 
 def format_partitions(partitions: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from upr_protocol.limits import (
     CUT_LEASE_SECONDS_MAX,
     KEY_BYTES_MAX,
     PARTITIONS,
+    parse_partitions,
 )
 from upr_spark.errors import bad_option
 from upr_spark.options import (
@@ -29,9 +30,7 @@ from upr_spark.options import (
     text,
     whole,
 )
-from upr_spark.source.offsets import parse_partitions
 
-_BOTH: Final = "batch stream"
 _ROWS_MAX: Final = 1 << 20
 _NAME_CHARACTERS_MAX: Final = 100
 _DIGITS_MAX: Final = 9
@@ -48,12 +47,9 @@ def _offsets(words: tuple[str, ...], *signs: int) -> Callable[[str], str | dict[
         stripped = value.strip()
         if stripped.lower() in words:
             return stripped.lower()
-        try:
-            document = json.loads(stripped)
-        except (ValueError, RecursionError):
-            document = None
-        if not isinstance(document, dict) or not document:
-            raise ValueError(f"must be {', '.join(words)}, an offset, or seqnos as " + '{"5": 434}')
+        document = _document(
+            stripped, f"{', '.join(words)}, an offset, or seqnos as " + '{"5": 434}'
+        )
         return document if "v" in document else _by_partition(document, seqno)
 
     def seqno(value: Any) -> int:
@@ -62,6 +58,17 @@ def _offsets(words: tuple[str, ...], *signs: int) -> Callable[[str], str | dict[
         return value if value in signs else check_seqno(value)
 
     return parse
+
+
+def _document(value: str, expected: str) -> dict[str, Any]:
+    """Return the JSON object that a text is, with something in it."""
+    try:
+        document = json.loads(value)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or not document:
+        raise ValueError(f"must be {expected}")
+    return document
 
 
 def _by_partition(document: Mapping[str, Any], take: Callable[[Any], int]) -> dict[str, Any]:
@@ -101,13 +108,8 @@ def _milliseconds(value: Any) -> int:
 
 
 def _times(value: str) -> dict[str, Any]:
-    try:
-        document = json.loads(value)
-    except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict) or not document:
-        raise ValueError('must be milliseconds since the epoch as {"5": 1777636800000}')
-    return _by_partition(document, _milliseconds)
+    expected = 'milliseconds since the epoch as {"5": 1777636800000}'
+    return _by_partition(_document(value, expected), _milliseconds)
 
 
 def _name(value: str) -> str:
@@ -126,13 +128,10 @@ def _prefix(value: str) -> bytes:
 
 
 READING_OPTIONS: Final = (
-    Option(
-        "partitions", f"0-{PARTITIONS - 1}", _BOTH, "which to read, as 0-127,512", parse_partitions
-    ),
+    Option("partitions", f"0-{PARTITIONS - 1}", "which to read, as 0-127,512", parse_partitions),
     Option(
         "startingOffsets",
         "earliest",
-        _BOTH,
         'where a query without a checkpoint begins: earliest; latest (streams only); an offset; or seqnos as {"5": 434}, '
         "where -2 is earliest and -1 latest, and a partition that is not named begins at its earliest",
         _offsets(("earliest", "latest"), _EARLIEST, LATEST),
@@ -140,7 +139,6 @@ READING_OPTIONS: Final = (
     Option(
         "startingTimestamp",
         None,
-        _BOTH,
         "instead of startingOffsets: the first mutation committed at or after a time, in milliseconds since the epoch "
         "or as 2026-05-01T12:00:00Z; where there is none, what comes from now on",
         _time,
@@ -148,43 +146,32 @@ READING_OPTIONS: Final = (
     Option(
         "startingOffsetsByTimestamp",
         None,
-        _BOTH,
         'the same by partition, as {"5": 1777636800000}; a partition that is not named begins at its earliest',
         _times,
     ),
     Option(
         "endingOffsets",
         "latest",
-        "batch",
         'where a batch read ends: latest, pinned once for each load(); an offset; or seqnos as {"5": 434}, where -1 is '
         "latest, as for a partition that is not named",
         _offsets(("latest",), LATEST),
     ),
-    Option(
-        "numPartitions",
-        "8",
-        _BOTH,
-        "how many tasks read side by side at most",
-        whole(1, PARTITIONS),
-    ),
+    Option("numPartitions", "8", "how many tasks read side by side at most", whole(1, PARTITIONS)),
     Option(
         "minPartitions",
         None,
-        _BOTH,
         "how many at least, where as many partitions have something to read; more than numPartitions then",
         whole(1, PARTITIONS),
     ),
     Option(
         "maxOffsetsPerTrigger",
         None,
-        "stream",
         "about how many seqnos a batch advances by; partitions advance whole, and at least one does",
         whole(1, 10**15),
     ),
     Option(
         "onRollback",
         "fail",
-        _BOTH,
         "when the server undid what was read: fail raises; emit goes back to an earlier end of a batch and tells it "
         "with a row of op=rollback; reset begins the partition again",
         one_of("fail", "emit", "reset"),
@@ -192,62 +179,51 @@ READING_OPTIONS: Final = (
     Option(
         "failOnDataLoss",
         "true",
-        _BOTH,
         "whether a partition that cannot be continued raises; else it is read again from the beginning",
         flag,
     ),
     Option(
         "markerHistory",
         "8",
-        "stream",
         "how many earlier ends of batches are kept for each partition, to go back to",
         whole(1, 64),
     ),
-    Option("leaseName", "upr-spark", _BOTH, "how the names of this query's cuts begin", _name),
+    Option("leaseName", "upr-spark", "how the names of this query's cuts begin", _name),
     Option(
         "leaseTtl",
         None,
-        _BOTH,
         "how long an end stays pinned after it was last renewed: 1h for the end of a micro-batch, 5m for that of a load()",
         duration(1, CUT_LEASE_SECONDS_MAX),
     ),
-    Option("includeValue", "true", _BOTH, "whether values are read; else value is null", flag),
-    Option("includeDeletions", "true", _BOTH, "whether rows of op=delete are given", flag),
-    Option("keyPrefix", "", _BOTH, "only keys that begin with this text", _prefix),
+    Option("includeValue", "true", "whether values are read; else value is null", flag),
+    Option("includeDeletions", "true", "whether rows of op=delete are given", flag),
+    Option("keyPrefix", "", "only keys that begin with this text", _prefix),
     Option(
-        "keyEncoding",
-        "binary",
-        _BOTH,
-        "type of the column key: binary or utf8",
-        one_of("binary", "utf8"),
+        "keyEncoding", "binary", "type of the column key: binary or utf8", one_of("binary", "utf8")
     ),
     Option(
         "valueEncoding",
         "binary",
-        _BOTH,
         "type of the column value: binary or utf8",
         one_of("binary", "utf8"),
     ),
-    Option("batchRows", "8192", _BOTH, "rows of an Arrow batch, about", whole(1, _ROWS_MAX)),
-    Option("batchBytes", "4MiB", _BOTH, "bytes of an Arrow batch, about", size(1024, 256 << 20)),
+    Option("batchRows", "8192", "rows of an Arrow batch, about", whole(1, _ROWS_MAX)),
+    Option("batchBytes", "4MiB", "bytes of an Arrow batch, about", size(1024, 256 << 20)),
     Option(
         "flowControlBytes",
         "16MiB",
-        _BOTH,
         "how much the server may send ahead to each task",
         size(64 << 10, 256 << 20),
     ),
     Option(
         "minPollInterval",
         "100ms",
-        "stream",
         "how often the server is asked for news at most",
         duration(0.001, 3600),
     ),
     Option(
         "filterPushdown",
         "false",
-        "batch",
         "whether conditions on partition, key and time narrow what is read; needs "
         "spark.sql.python.filterPushdown.enabled=true",
         flag,
@@ -352,7 +328,7 @@ def read_settings(options: Mapping[str, str]) -> Settings:
     rules = Rules(values["onRollback"], values["failOnDataLoss"], values["markerHistory"])
     return Settings(
         read_connection(options),
-        values["partitions"],
+        tuple(values["partitions"]),
         values["startingOffsets"],
         values["endingOffsets"],
         max(values["minPartitions"] or 1, values["numPartitions"]),
@@ -390,7 +366,7 @@ def _starting_times(options: Iterable[str], values: Mapping[str, Any]) -> dict[i
     return {int(partition): time for partition, time in by_partition.items()}
 
 
-def _check_named(name: str, named: Iterable[str], partitions: tuple[int, ...]) -> None:
+def _check_named(name: str, named: Iterable[str], partitions: Iterable[int]) -> None:
     other = sorted({int(partition) for partition in named} - set(partitions))
     if other:
         raise bad_option(

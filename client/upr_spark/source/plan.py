@@ -15,14 +15,11 @@ from typing import Any, Final, Protocol
 
 from upr_protocol.errors import CutNotFoundError
 from upr_protocol.failover import format_failover_id
-from upr_protocol.handshake import Pin
+from upr_protocol.handshake import Pin, Rule
 from upr_spark.errors import UprSparkError, bad_option
 from upr_spark.source.offsets import Entry, Offset, format_partitions, parse_offset
 from upr_spark.source.options import LATEST, Rules, Settings
 from upr_spark.source.server import LOAD, Answer, CutPoint, bucket_mismatch
-
-UNKNOWN_ID: Final = "unknown_id"
-BELOW_PURGE: Final = "below_purge"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +48,6 @@ class Control:
 
     partition: int
     seqno: int
-
-
-def has_news(entry: Entry, answer: Answer) -> bool:
-    """Whether a partition may have to move: there is more of it, or its history is another one."""
-    if entry.failover_id is None:
-        return answer.high > 0
-    return answer.newest_id != entry.failover_id or answer.high != entry.seqno
 
 
 def has_reached(entry: Entry, pin: Pin) -> bool:
@@ -127,10 +117,9 @@ def _move(partition: int, entry: Entry, answer: Answer, pin: Pin, rules: Rules) 
     if may_wait and pin.seqno < entry.seqno and answer.newest_id == entry.failover_id:
         return None
     if 0 < entry.seqno < answer.purge:
-        words = f"deletes up to seqno {answer.purge} may be gone"
-        return _lost(partition, entry, replace(answer, words=words), pin, rules, BELOW_PURGE)
-    if answer.newest_id != entry.failover_id and answer.rule == UNKNOWN_ID:
-        return _lost(partition, entry, answer, pin, rules, UNKNOWN_ID)
+        return _purged(partition, entry, answer, pin, rules)
+    if answer.newest_id != entry.failover_id and answer.rule == Rule.UNKNOWN_ID:
+        return _lost(partition, entry, pin, rules, Rule.UNKNOWN_ID, answer.words)
     back_to = _back_to(entry, answer, pin)
     if back_to is None or _stays(entry, back_to, rules):
         return _advance(entry, pin, rules)
@@ -187,8 +176,7 @@ def _roll_back(
     points = usable if rules.mode == "emit" else []
     to = max([*points, base])
     if 0 < to < answer.purge:
-        words = f"deletes up to seqno {answer.purge} may be gone"
-        return _lost(partition, entry, replace(answer, words=words), pin, rules, BELOW_PURGE)
+        return _purged(partition, entry, answer, pin, rules)
     return _rolled_back(pin, rules, to, base, [point for point in points if base < point])
 
 
@@ -198,9 +186,14 @@ def _rolled_back(pin: Pin, rules: Rules, to: int, base: int, points: Sequence[in
     return Entry(pin.failover_id, pin.seqno, kept, to, base, inexact)
 
 
-def _lost(partition: int, entry: Entry, answer: Answer, pin: Pin, rules: Rules, rule: str) -> Entry:
+def _purged(partition: int, entry: Entry, answer: Answer, pin: Pin, rules: Rules) -> Entry:
+    words = f"deletes up to seqno {answer.purge} may be gone"
+    return _lost(partition, entry, pin, rules, Rule.BELOW_PURGE, words)
+
+
+def _lost(partition: int, entry: Entry, pin: Pin, rules: Rules, rule: Rule, words: str) -> Entry:
     if rules.fail_on_data_loss and rules.mode != "reset":
-        raise data_loss(partition, entry.seqno, entry.failover_id, rule, answer.words)
+        raise data_loss(partition, entry.seqno, entry.failover_id, rule, words)
     return _rolled_back(pin, rules, 0, 0)
 
 
@@ -540,11 +533,17 @@ class Planner:
         )
 
     def _has_news(self, start: Offset, answers: Mapping[int, Answer]) -> bool:
-        return any(
-            has_news(entry, answers[p])
-            and self._fruitless.get(p) != (answers[p].newest_id, answers[p].high)
-            for p, entry in start.entries.items()
-        )
+        """Whether a partition may have to move: there is more of it, or its history is another one."""
+        for p, entry in start.entries.items():
+            found = answers[p].newest_id, answers[p].high
+            is_new = (
+                found[1] > 0
+                if entry.failover_id is None
+                else found != (entry.failover_id, entry.seqno)
+            )
+            if is_new and self._fruitless.get(p) != found:
+                return True
+        return False
 
     def _usable_cut(self, start: Offset, answers: Mapping[int, Answer]) -> CutPoint | None:
         """Return the cut that the next batch ends at; None when everything up to a fixed end was read."""

@@ -16,11 +16,11 @@ from upr_client.admin import Pin
 from upr_client.arrow import record_batch
 from upr_protocol.block import Block
 from upr_protocol.errors import SnapshotGoneError, UprError
-from upr_protocol.handshake import BUCKET_GONE_RULE
+from upr_protocol.handshake import BUCKET_GONE_RULE, Rule
 from upr_spark.errors import UprSparkError
 from upr_spark.source.offsets import Entry
 from upr_spark.source.options import Rules, Settings
-from upr_spark.source.plan import BELOW_PURGE, Control, Range, data_loss, rollback_required
+from upr_spark.source.plan import Control, Range, data_loss, rollback_required
 from upr_spark.source.server import LOAD, UNUSED_SECONDS, Answer, CutPoint, Server, bucket_mismatch
 
 _GONE_HINT: Final = (
@@ -132,7 +132,7 @@ class Reading:
         one, rules = self._ranges[told.partition], self._rules
         if told.rule == BUCKET_GONE_RULE:
             raise bucket_mismatch(told.words)
-        if told.rule == BELOW_PURGE:
+        if told.rule == Rule.BELOW_PURGE:
             # Every point below the purge seqno is void from now on, so nothing later goes back behind this.
             if rules.fail_on_data_loss and rules.mode != "reset":
                 raise data_loss(one.partition, one.from_seqno, one.end_id, told.rule, told.words)
