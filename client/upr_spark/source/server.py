@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from upr_protocol.errors import (
     AlreadyExistsError,
     BucketGoneError,
-    BucketNotFoundError,
     CutNotFoundError,
     TooManyError,
     UnavailableError,
@@ -264,8 +263,6 @@ class Server:
                 return ask()
             except BucketGoneError as error:
                 raise bucket_mismatch(error.message) from None
-            except BucketNotFoundError as error:
-                raise UprSparkError.of(error) from None
             except UprError as error:
                 waited = time.monotonic() - began
                 if (
