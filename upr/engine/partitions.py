@@ -90,11 +90,8 @@ class Partitions:
 
     def received(self, runs: Runs) -> None:
         """Record runs that continue their partitions, each partition at most once, complete or part of a stretch."""
-        partitions, ends = runs["partition"], runs["end_seqno"]
-        self.high[partitions] = ends
-        self.horizon[partitions] = np.maximum(self.horizon[partitions], runs["horizon"])
-        done = self.horizon[partitions] == ends
-        self.complete[partitions[done]] = ends[done]
+        self.high[runs["partition"]] = runs["end_seqno"]
+        note_markers(runs, self.complete, self.horizon)
 
     def row(self, partition: int) -> PartitionRow:
         return PartitionRow(
@@ -168,6 +165,16 @@ class Partitions:
         )
 
 
+def note_markers(runs: Runs, complete: U64, horizon: U64) -> None:
+    """Move the last complete markers and largest horizons, shape (1024,), by runs, each partition at most once."""
+    partitions, ends = runs["partition"], runs["end_seqno"]
+    horizons = np.maximum(horizon[partitions], runs["horizon"])
+    horizon[partitions] = horizons
+    # A marker below an earlier run's horizon is not complete: rows missing there lie above it.
+    done = horizons == ends
+    complete[partitions[done]] = ends[done]
+
+
 class DurableMarkers:
     """The newest complete marker of each partition that is durable.
 
@@ -191,11 +198,7 @@ class DurableMarkers:
             put_ends(runs, self.seqno, self._horizon)
             return
         for table in tables:
-            partitions, ends = table["partition"], table["end_seqno"]
-            horizons = np.maximum(self._horizon[partitions], table["horizon"])
-            self._horizon[partitions] = horizons
-            done = horizons == ends
-            self.seqno[partitions[done]] = ends[done]
+            note_markers(table, self.seqno, self._horizon)
         self._incomplete = bool((self._horizon > self.seqno).any())
 
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from upr.engine.partitions import ACTIVE, DEAD, DEAD_HINT, REPLICA, Partitions
+from upr.engine.partitions import ACTIVE, DEAD, DEAD_HINT, REPLICA, Partitions, note_markers
 from upr.engine.producers import NewestNumbers
 from upr.engine.tail import TailEntry
 from upr.storage.blocks import Encoded, Head, last_complete
 from upr.storage.compact import FlushSlice, make_chunk, merge_slice
 from upr.storage.journal import Commit
 from upr.storage.keyspace import PartitionRow, ProducerNumbers
-from upr_protocol.block import U64, Block, Runs, select_runs
+from upr_protocol.block import U64, Block, select_runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import FAILOVER_LOG_RECORDS, PARTITIONS
@@ -233,7 +233,9 @@ class _Replay:
                 self._time = max(self._time, int(block.runs["time"][live].max()))
                 whole = TailEntry(block.runs, entry.block, entry.writes, self._time, commit.number)
                 self.entries.append(whole.only(live))
-                self._note(block.runs[live])
+                runs = block.runs[live]
+                self.high[runs["partition"]] = runs["end_seqno"]
+                note_markers(runs, self.complete, self._horizon)
 
     def _live(self, block: Block, commit: int, place: int) -> npt.NDArray[np.bool_]:
         """Return which runs of a block continue their partitions."""
@@ -260,14 +262,6 @@ class _Replay:
             table.known_high[partition] = max(int(table.known_high[partition]), end)
             self._broken[partition] = True
             self.aside[partition, commit, place] = encode_block(select_runs(block, own))
-
-    def _note(self, runs: Runs) -> None:
-        partitions = runs["partition"]
-        self.high[partitions] = runs["end_seqno"]
-        self._horizon[partitions] = np.maximum(self._horizon[partitions], runs["horizon"])
-        # A marker below an earlier run's horizon is not complete: rows missing there lie above it.
-        done = self._horizon[partitions] == runs["end_seqno"]
-        self.complete[partitions[done]] = runs["end_seqno"][done]
 
 
 def _add_records(
