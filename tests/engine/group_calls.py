@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,7 +23,6 @@ class Call:
         owned, to_release, generation: of the newest Assignment.
     """
 
-    peer: str = "somewhere"
     seat: Any = None
     lost: list[int] = field(default_factory=list)
     ended: EndReason | None = None
@@ -56,7 +55,7 @@ class Call:
 
 def join(owners: Owners, member: str, now: int, lease: int = LEASE) -> Call:
     call = Call()
-    call.seat = owners.join(NAME, member, lease, now, call, sole_is_open=False)
+    call.seat = owners.join(NAME, member, lease, now, cast(Any, call), sole_is_open=False)
     return call.read()
 
 

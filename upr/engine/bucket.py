@@ -2,23 +2,19 @@
 
 Everything here runs to completion in one thread. Work for the disk is handed out as a value (a Commit, a FlushPlan) and
 reported back when it is done; the bucket serves requests in between.
-
-A FlushPlan holds the oldest durable entries of the tail when the flush began. Its ``prepare`` and ``merge`` may run in
-another thread: they read entries, which never change, and nothing else of the engine.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from upr.engine.consumers import Consumers
 from upr.engine.cuts import Cut, Cuts
-from upr.engine.groups import Owners, Seat
+from upr.engine.groups import OpenFollower, Owners
 from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Copies, DurableMarkers, Partitions
 from upr.engine.producers import Known, NewestNumbers, Producer, ProducerCall, producer_bytes
-from upr.engine.streams import HISTORY_CHANGED, NOT_ACTIVE, EndReason, FollowOptions
+from upr.engine.streams import HISTORY_CHANGED, NOT_ACTIVE
 from upr.engine.tail import Tail, TailEntry
 from upr.storage.blocks import FEW_RUNS, Compress, Encoded, joined_runs, put_ends
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
@@ -43,7 +39,7 @@ from upr_protocol.write_places import FIRST_PLACE_NUMBER
 
 @dataclass(slots=True)
 class FlushPlan:
-    """Plan of a flush: the entries it stores, and how.
+    """Plan of a flush. It may run in another thread: it reads entries, which never change, and nothing else of the engine.
 
     Attributes:
         entries: durable entries from the tail's beginning, oldest first.
@@ -117,38 +113,6 @@ class Written:
     duplicate: bool
     refused: dict[int, UprError]
     term: int
-
-
-class OpenFollower(Protocol):
-    """Open Follow call as the bucket, purges and operators see it: a ``follower.Follower``."""
-
-    options: FollowOptions
-    generation: int
-    seat: Seat | None
-    has_tables: bool
-
-    @property
-    def name(self) -> str:
-        """Return the name for operators."""
-
-    @property
-    def peer(self) -> str:
-        """Return the peer's address."""
-
-    def wake(self) -> None:
-        """Tell the call that a frame may be ready."""
-
-    def passed(self) -> U64:
-        """Return up to where each partition's tombstones are passed, shape (1024,)."""
-
-    def stream_counts(self) -> tuple[int, int]:
-        """Return how many streams are open, and how many of them read the store."""
-
-    def end_streams(self, partitions: Sequence[int], why: EndReason) -> None:
-        """End the streams of partitions, in this step."""
-
-    def end_call(self, why: EndReason) -> None:
-        """End all streams and the call."""
 
 
 class Bucket:
@@ -683,7 +647,6 @@ class Bucket:
             StorageFailedError: the journal failed, so the tail may never be durable.
         """
         if self.failure is not None:
-            # Without its traceback: raised again and again, it would keep the frames of all callers, with their blocks.
             raise self.failure.with_traceback(None)
         return self.cuts.create(name, partitions, lease, now, self.partitions, self.tail, holder)
 

@@ -23,7 +23,6 @@ from upr.engine.bucket import Bucket
 from upr.engine.partitions import ACTIVE
 from upr.storage.blocks import BlockHashes, BlockRange, Head, last_complete, stretches
 from upr.storage.compact import WORTH_FRACTION, Purge, PurgeLimits, repeated
-from upr_protocol.block import U64
 from upr_protocol.limits import BLOCK_COLUMN_BYTES
 
 FAN_IN = 4
@@ -166,27 +165,21 @@ def purge_limits(bucket: Bucket, ages: PurgeAges, now: int) -> PurgeLimits:
     """
     # The row at the high seqno stays, which shows the end of the partition. The durable seqno counts as the high seqno,
     # because after a crash it is.
-    high = bucket.partitions.durable
-    never = high - np.minimum(high, np.uint64(1))
+    table = bucket.partitions
+    never = table.durable - np.minimum(table.durable, np.uint64(1))
     never = np.minimum(never, bucket.cuts.lowest())
     # A replica purges what its upstream has purged: the upstream knows every consumer that has not passed the rest.
-    table = bucket.partitions
     never = np.where(table.state == ACTIVE, never, np.minimum(never, table.purge))
-    passed = np.minimum(never, _passed_by_all(bucket))
-    return PurgeLimits(passed, now - ages.young, never, now - ages.held)
-
-
-def _passed_by_all(bucket: Bucket) -> U64:
-    limit = bucket.consumer_positions.limit(bucket.partitions.newest_id)
+    passed = np.minimum(never, bucket.consumer_positions.limit(table.newest_id))
     for follower in bucket.followers:
-        limit = np.minimum(limit, follower.passed())
-    return limit
+        passed = np.minimum(passed, follower.passed())
+    return PurgeLimits(passed, now - ages.young, never, now - ages.held)
 
 
 def holders(bucket: Bucket, partition: int, below: int) -> list[Holder]:
     """Return the holders that have not passed a seqno of a partition."""
     found = [
-        Holder("stream", follower.name, int(seqno))
+        Holder("stream", follower.options.consumer or follower.options.peer, int(seqno))
         for follower in bucket.followers
         if (seqno := follower.passed()[partition]) < below
     ]

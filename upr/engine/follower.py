@@ -73,13 +73,10 @@ class Beginnings:
     def of(self, request: StartRequest) -> int:
         """Return the seqno at which a request without a position begins."""
         if request.from_time is None:
-            return self.now(request.partition)
+            # Nothing written after this step is at or below it.
+            return int(self._markers[request.partition])
         assert isinstance(request.stored, StoredBeginning), "the store must have been searched"
         return self.at_time(request.partition, request.from_time, request.stored)
-
-    def now(self, partition: int) -> int:
-        """Return the seqno at which a stream from now begins: nothing written after this step is at or below it."""
-        return int(self._markers[partition])
 
     def at_time(self, partition: int, time: int, stored: StoredBeginning) -> int:
         """Return the seqno above which a stream from a time begins.
@@ -490,15 +487,6 @@ class Follower:
         )
 
     # Purging
-
-    @property
-    def name(self) -> str:
-        """Return the name for operators: the consumer's, or the peer's address."""
-        return self.options.consumer or self.options.peer
-
-    @property
-    def peer(self) -> str:
-        return self.options.peer
 
     def passed(self) -> U64:
         """Return up to where each partition's tombstones are passed, shape (1024,).

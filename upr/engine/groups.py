@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from upr.engine.streams import LEASE_ENDED, POSITIONS_RESET, SUPERSEDED, EndReason
+from upr.engine.streams import LEASE_ENDED, POSITIONS_RESET, SUPERSEDED, EndReason, FollowOptions
 from upr_protocol.block import I64, U64
 from upr_protocol.errors import FencedError, InvalidArgumentError, TooManyError, UprError, shown
 from upr_protocol.limits import MEMBERS_MAX, OWNERS_REMEMBERED, PARTITIONS
@@ -26,21 +26,28 @@ Mask = npt.NDArray[np.bool_]
 Counts = npt.NDArray[np.uint16]
 
 
-class MemberCall(Protocol):
-    """Member's call as its group sees it: a ``follower.Follower``."""
+class OpenFollower(Protocol):
+    """Open Follow call as bucket, groups, purges and operators see it: a ``follower.Follower``."""
 
-    @property
-    def peer(self) -> str:
-        """Return the peer's address."""
+    options: FollowOptions
+    generation: int
+    seat: "Seat | None"
+    has_tables: bool
+
+    def wake(self) -> None:
+        """Tell the call that a frame may be ready."""
+
+    def passed(self) -> U64:
+        """Return up to where each partition's tombstones are passed, shape (1024,)."""
+
+    def stream_counts(self) -> tuple[int, int]:
+        """Return how many streams are open, and how many of them read the store."""
 
     def end_streams(self, partitions: Sequence[int], why: EndReason) -> None:
         """End the streams of partitions, in this step."""
 
     def end_call(self, why: EndReason) -> None:
         """End all streams and the call."""
-
-    def wake(self) -> None:
-        """Tell the call that a new Assignment waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +115,6 @@ class Group:
     def has_calls(self) -> bool:
         return any(member.seat is not None for member in self._members.values())
 
-    def counts(self, member: Member) -> tuple[int, int]:
-        """Return how many partitions a member owns, and how many of them it was asked to release."""
-        mine = self._owner == member.slot
-        return int(mine.sum()), int((mine & self._releasing).sum())
-
     def owner_names(self) -> dict[int, str]:
         """Return the owner of each partition that has one."""
         names = {member.slot: member.name for member in self._members.values()}
@@ -141,7 +143,7 @@ class Group:
 
     # Coming and going
 
-    def join(self, name: str, lease: int, now: int, call: MemberCall) -> "Seat":
+    def join(self, name: str, lease: int, now: int, call: OpenFollower) -> "Seat":
         """Add a call of a member; an older one of the same name ends with SUPERSEDED.
 
         The member keeps its partitions under a new generation, which fences saves of the process before it.
@@ -339,7 +341,7 @@ class Seat:
 
     group: Group
     member: Member
-    call: MemberCall
+    call: OpenFollower
 
     @property
     def taken(self) -> bool:
@@ -385,12 +387,9 @@ class Seat:
         )
 
 
-FENCED_HINT = "connect again and load the positions"
-
-
 def fenced(what: str) -> FencedError:
     """Return the error for a save of partitions that the sender does not own."""
-    return FencedError(f"{what}: nothing was stored", hint=FENCED_HINT)
+    return FencedError(f"{what}: nothing was stored", hint="connect again and load the positions")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -478,7 +477,14 @@ class Owners:
         return generation
 
     def join(
-        self, name: str, member: str, lease: int, now: int, call: MemberCall, *, sole_is_open: bool
+        self,
+        name: str,
+        member: str,
+        lease: int,
+        now: int,
+        call: OpenFollower,
+        *,
+        sole_is_open: bool,
     ) -> Seat:
         """Add a member's call to a consumer's group; see ``Group.join``.
 

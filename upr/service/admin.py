@@ -137,14 +137,13 @@ def members_of(group: Group) -> list[admin.MemberInfo]:
     now = loop_micros()
     found = []
     for member in group:
-        partitions, releasing = group.counts(member)
         left = max(member.expires - now, 0) if member.live else 0
         found.append(
             admin.MemberInfo(
                 name=member.name,
-                peer=member.seat.call.peer if member.seat is not None else "",
-                partitions=partitions,
-                releasing=releasing,
+                peer=member.seat.call.options.peer if member.seat is not None else "",
+                partitions=int(group.owned(member).sum()),
+                releasing=int(group.releasing(member).sum()),
                 lease_seconds=member.lease / 1e6,
                 lease_left_seconds=left / 1e6,
             )

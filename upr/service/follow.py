@@ -487,12 +487,10 @@ async def beginnings(
         BucketGoneError: the bucket was dropped.
     """
     chosen = list(partitions)
-    found: list[Found] = []
-    if time is not None:
-        found = await search_stored(host, [(partition, time) for partition in chosen])
-    decided = Beginnings(host.bucket.markers.seqno, host.bucket.tail)
     if time is None:
-        return {partition: decided.now(partition) for partition in chosen}
+        return {partition: int(host.bucket.markers.seqno[partition]) for partition in chosen}
+    found = await search_stored(host, [(partition, time) for partition in chosen])
+    decided = Beginnings(host.bucket.markers.seqno, host.bucket.tail)
     result: dict[int, int] = {}
     for partition, stored in zip(chosen, found, strict=True):
         if not isinstance(stored, StoredBeginning):
