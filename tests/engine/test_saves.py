@@ -9,7 +9,7 @@ import pytest
 
 from tests.storage.stored_blocks import consumers_of, store_of
 from upr.engine import consumers as consumers_module
-from upr.engine.consumers import Consumers, Save, rows_of
+from upr.engine.consumers import Consumers, Save
 from upr.storage.keyspace import DAMAGED_POSITION, ConsumerRow
 from upr_protocol.errors import TooManyError
 
@@ -33,7 +33,7 @@ def acknowledge(to: Consumers, partition: int, seqno: int, name: str = "c") -> N
 def store(consumers: Consumers, max_rows: int = 4096) -> dict[tuple[bytes, int], Any]:
     """Store what waits; return the rows."""
     taken = consumers.saves.take(max_rows)
-    rows = rows_of(taken)
+    rows = {key: row for save in taken for key, row in save.rows().items()}
     consumers.saves.stored(taken)
     return rows
 
@@ -185,7 +185,7 @@ def test_a_first_save_counts_although_a_stream_began_meanwhile(begins: int, coun
     consumers.saves.add(under_way)
     consumers.saves.take(100)
     consumers.started("c", np.array([5]), IDS[[5]], np.array([begins], np.uint64))
-    written(disk, rows_of([under_way]))
+    written(disk, under_way.rows())
     consumers.saves.stored([under_way])
     assert consumers.limit(IDS)[[5, 6]].tolist() == [counts, 100]
     written(disk, changes(consumers))

@@ -152,14 +152,6 @@ class Saves:
         self._waiting = [save for save in self._waiting if not save.ended]
 
 
-def rows_of(saves: Sequence[Save]) -> dict[tuple[bytes, int], ConsumerRow | None]:
-    """Return the rows of several saves; the later of two rows with one key counts."""
-    rows: dict[tuple[bytes, int], ConsumerRow | None] = {}
-    for save in saves:
-        rows.update(save.rows())
-    return rows
-
-
 NO_LIMIT: Final = np.iinfo(np.uint64).max
 
 
@@ -456,11 +448,9 @@ class Consumers:
         """
         found = []
         for name, consumer in self:
-            if not consumer.known[partition]:
-                continue
             current = int(consumer.failover_id[partition]) == newest_id
             seqno = int(consumer.seqno[partition]) if current else 0
-            if seqno < below:
+            if consumer.known[partition] and seqno < below:
                 found.append((name, seqno))
         return found
 

@@ -174,10 +174,7 @@ class Cuts:
     def load(self, rows: Mapping[bytes, CutRow], tail: Tail) -> None:
         """Load the stored cuts at a start, and find their fences in the tail."""
         for name, row in rows.items():
-            cut = Cut(name.decode(), row.created, row.expires, row.lease, row.pins, durable=True)
-            cut.fences = fences_of(tail, cut.seqnos)
-            self._named[cut.name] = cut
-            self._hold(cut)
+            self.replicated(row, name.decode(), tail)
 
     def replicated(self, row: CutRow, name: str, tail: Tail) -> None:
         """Take over a cut of the upstream, or what it has become.

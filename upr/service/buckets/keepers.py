@@ -22,7 +22,7 @@ import lmdb
 
 from upr import failpoints
 from upr.engine.bucket import Bucket
-from upr.engine.consumers import Consumers, Save, rows_of
+from upr.engine.consumers import Consumers, Save
 from upr.engine.cuts import Cut
 from upr.engine.groups import NEVER, Owners, fenced
 from upr.engine.producers import ProducerCall
@@ -349,7 +349,8 @@ class ConsumerSaver:
 
         def rows() -> Rows:
             failpoints.hit("positions.before_commit")
-            return rows_of(taken)
+            # The later of two rows with one key counts.
+            return {key: row for save in taken for key, row in save.rows().items()}
 
         try:
             await self._put(rows)
