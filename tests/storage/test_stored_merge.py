@@ -430,4 +430,4 @@ def test_limits_are_by_partition() -> None:
     where, seqnos = np.array([P, Q]), np.array([3, 3], np.uint64)
     times = np.array([TIME, TIME])
     assert isinstance(limits, PurgeLimits)
-    assert limits.held(where, seqnos, times).tolist() == [True, False]
+    assert limits.going(where, seqnos, times)[0].tolist() == [True, False]

@@ -58,6 +58,8 @@ from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
 from upr_protocol.wire.codec import further_in, plain_bytes
 
+Flags = npt.NDArray[np.bool_]
+
 
 @dataclass(frozen=True, slots=True)
 class PurgeLimits:
@@ -74,13 +76,10 @@ class PurgeLimits:
     never: U64
     very_old: int
 
-    def held(self, partitions: I64, seqnos: U64, times: I64) -> npt.NDArray[np.bool_]:
-        """Return which tombstones may be purged because every reader has passed them; one flag a row."""
-        return (seqnos <= self.passed[partitions]) & (times <= self.old)
-
-    def free(self, partitions: I64, seqnos: U64, times: I64) -> npt.NDArray[np.bool_]:
-        """Return which tombstones may be purged whether or not readers have passed them; one flag a row."""
-        return (seqnos <= self.never[partitions]) & (times <= self.very_old)
+    def going(self, partitions: I64, seqnos: U64, times: I64) -> tuple[Flags, Flags]:
+        """Return which tombstones may be purged, and which whether or not readers have passed them; a flag a row."""
+        free = (seqnos <= self.never[partitions]) & (times <= self.very_old)
+        return free | (seqnos <= self.passed[partitions]) & (times <= self.old), free
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class Purge:
     count: int
 
 
-def purge_of(seqnos: U64, free: npt.NDArray[np.bool_]) -> Purge:
+def purge_of(seqnos: U64, free: Flags) -> Purge:
     """Return the purge of rows: their seqnos, at least one, and a flag for each that no reader holds."""
     held = seqnos[~free]
     return Purge(int(seqnos.max()), int(held.max()) if len(held) else 0, len(seqnos))
@@ -206,7 +205,8 @@ class Merged:
 def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
     """Sort the rows of consecutive blocks by partition."""
     runs = joined_runs([block.runs for block in blocks])
-    rows = _rows_of(blocks, runs)
+    block_firsts = np.cumsum([0, *(len(block.runs) for block in blocks[:-1])])
+    rows = np.add.reduceat(runs["count"].astype(np.int64), block_firsts)
     total = int(rows.sum())
     counts = runs["count"]
     first_rows = np.cumsum(counts, dtype=np.int64) - counts
@@ -258,12 +258,6 @@ def _taken(cells: Any, rows: I64) -> Any:
     if len(rows) == len(cells) and (rows[1:] > rows[:-1]).all():
         return cells
     return cells.take(pa.array(rows))
-
-
-def _rows_of(blocks: Sequence[Encoded], runs: Runs) -> I64:
-    """Return the rows of each block; ``runs`` are the runs of all blocks end to end."""
-    firsts = np.cumsum([0, *(len(block.runs) for block in blocks[:-1])])
-    return np.add.reduceat(runs["count"].astype(np.int64), firsts)
 
 
 def chunks_of(blocks: Sequence[Encoded]) -> Iterator[Chunk]:
@@ -506,9 +500,8 @@ def _purged(
 ) -> I64:
     """Return the rows without the purged tombstones, and record these by partition."""
     partitions, seqnos, times = columns[0][rows], columns[1][rows], columns[3][rows]
-    free = limits.free(partitions, seqnos, times)
-    going = (columns[2][rows] != 0) & (starts[partitions] == 0)
-    going &= free | limits.held(partitions, seqnos, times)
+    going, free = limits.going(partitions, seqnos, times)
+    going &= (columns[2][rows] != 0) & (starts[partitions] == 0)
     for partition in np.unique(partitions[going]).tolist():
         of_it = going & (partitions == partition)
         purges[partition] = purge_of(seqnos[of_it], free[of_it])
@@ -516,7 +509,7 @@ def _purged(
     return staying
 
 
-def _newest_rows_of(keys: Any, hashes: U32, partitions: I64, live: npt.NDArray[np.bool_]) -> I64:
+def _newest_rows_of(keys: Any, hashes: U32, partitions: I64, live: Flags) -> I64:
     """Return the row numbers, ascending, of each partition's last row of each key among the live ones."""
     candidates = np.flatnonzero(live)
     alike = candidates[_alike(partitions[candidates], hashes[candidates])]
@@ -533,7 +526,7 @@ def _newest_rows_of(keys: Any, hashes: U32, partitions: I64, live: npt.NDArray[n
     return np.flatnonzero(keep)
 
 
-def _alike(partitions: I64, hashes: U32) -> npt.NDArray[np.bool_]:
+def _alike(partitions: I64, hashes: U32) -> Flags:
     """Return which rows may have the key of another one in their partition: the hash is that of another one."""
     told = partitions.astype(np.uint64) << np.uint64(32) | hashes
     again = repeated(told)
@@ -587,7 +580,7 @@ def merge_direct(
     ranges: Sequence[BlockRange],
     read: ReadBlocks,
     limits: PurgeLimits | None,
-    compress: Callable[[bytes], bytes] | None = None,
+    compress: Compress | None = None,
 ) -> Direct:
     """Compact ranges of different partitions, ascending by partition, a few MiB in total.
 
@@ -665,7 +658,7 @@ class Examined:
 
     partition: int
     heads: tuple[Head, ...]
-    keep: list[npt.NDArray[np.bool_]]
+    keep: list[Flags]
     lost: list[float]
     purge: Purge | None
 
@@ -735,7 +728,7 @@ def examine(chosen: BlockRange, read: ReadBlocks, limits: PurgeLimits | None) ->
 
 def _compare(
     chosen: BlockRange, read: ReadBlocks, passes: int
-) -> tuple[npt.NDArray[np.bool_], list[float], tuple[Any, ...]]:
+) -> tuple[Flags, list[float], tuple[Any, ...]]:
     """Return a flag for each row that is the newest of its key; which part of each block's bytes the others have; and the
     tombstones, as ``tombstones_of``."""
     keep = np.zeros(chosen.rows, bool)
@@ -787,13 +780,11 @@ def _row_bytes(block: Encoded) -> npt.NDArray[np.int32]:
 
 
 def _purge(
-    partition: int, keep: npt.NDArray[np.bool_], tombstones: tuple[Any, ...], limits: PurgeLimits
+    partition: int, keep: Flags, tombstones: tuple[Any, ...], limits: PurgeLimits
 ) -> Purge | None:
     """Clear the flags of the tombstones that may be purged, and return them as a Purge."""
     rows, seqnos, times = (column[keep[tombstones[0]]] for column in tombstones)
-    where = np.full(len(rows), partition)
-    free = limits.free(where, seqnos, times)
-    going = free | limits.held(where, seqnos, times)
+    going, free = limits.going(np.full(len(rows), partition), seqnos, times)
     if not going.any():
         return None
     keep[rows[going]] = False
@@ -849,7 +840,7 @@ def _each(partition: int, heads: Sequence[Head], read: ReadBlocks) -> Iterator[E
             first, size = i + 1, 0
 
 
-def _newest(keys: Any) -> npt.NDArray[np.bool_]:
+def _newest(keys: Any) -> Flags:
     codes = keys.dictionary_encode().indices.to_numpy(zero_copy_only=False)
     newest: I64 = np.full(int(codes.max()) + 1 if len(codes) else 0, -1, np.int64)
     for first in range(0, len(codes), _ASSIGN_ROWS):
@@ -865,7 +856,7 @@ def rewrite_group(
     examined: Examined,
     group: range,
     read: ReadBlocks,
-    compress: Callable[[bytes], bytes] | None = None,
+    compress: Compress | None = None,
 ) -> Replacement:
     """Rewrite one group of blocks without the dropped rows.
 
