@@ -71,7 +71,7 @@ async def test_every_field_survives_a_flush_and_a_restart(closed: Closed) -> Non
         {P: (3, 3, 3), STRETCH: (6, 3, 12)},
         {},
     )
-    consumer = ConsumerRow(1, 6, 2, 5, b"", 3)
+    consumer = ConsumerRow(1, 6, 2, 5, b"")
     store.put_consumers({(b"replica", P): consumer})
     store.close()
     host = opened(closed)

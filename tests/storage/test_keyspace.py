@@ -22,7 +22,7 @@ from upr_protocol.limits import REASON_BYTES_MAX
 LOG = FailoverLog((FailoverRecord(5, 0, 1), FailoverRecord(6, 8, 2**64 - 1)))
 PARTITION = PartitionRow(4, 3, 2, 9, 7, LOG, 8, 12, 2, "a gap", 2**60)
 PRODUCER = numbers_of({17: ProducerRow(3, 5, 0, 9)}, 1).table
-CONSUMER = ConsumerRow(1, 5, 9, 1, b"position", 3)
+CONSUMER = ConsumerRow(1, 5, 9, 1, b"position")
 CUT = CutRow(1, 2, 1, {3: Pin(5, 9)})
 KEYS = [keyspace.producer_key(b"name", slot) for slot in (1, 2)]
 CONSUMER_KEYS = [keyspace.consumer_key(b"name", partition) for partition in (3, 4)]

@@ -144,7 +144,7 @@ PRODUCER_GRAIN = 60_000_000
 """Microseconds. A producer that keeps writing moves in the index over time once in this interval."""
 
 
-CONSUMER = 0
+_CONSUMER_KIND = 0
 """The only kind of a consumer's row."""
 DAMAGED_POSITION = b"\0"
 """Not a message of the wire. It marks a lost position, so that its consumer gets an error and not "no position"."""
@@ -161,7 +161,6 @@ class ConsumerRow:
         time: when, microseconds since the epoch.
         position: the saved position, as a Position of the wire; empty if it has saved none, DAMAGED_POSITION if it
             cannot be read. None, in a row to write, keeps the stored one.
-        kind: CONSUMER.
     """
 
     generation: int
@@ -169,7 +168,6 @@ class ConsumerRow:
     seqno: int
     time: int
     position: bytes | None = b""
-    kind: int = CONSUMER
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +382,7 @@ def is_consumer_key(key: bytes) -> bool:
 
 
 def pack_consumer(key: bytes, row: ConsumerRow) -> bytes:
-    head = _CONSUMER.pack(row.kind, row.generation, row.failover_id, row.seqno, row.time)
+    head = _CONSUMER.pack(_CONSUMER_KIND, row.generation, row.failover_id, row.seqno, row.time)
     assert row.position is not None
     return seal(head + row.position, key)
 
@@ -395,8 +393,8 @@ def unpack_consumer(key: bytes, value: bytes) -> ConsumerRow:
     body = unseal(value, key, what)
     if len(body) < _CONSUMER.size:
         raise DataDamagedError(f"{what}: the stored row has {len(body)} bytes")
-    kind, generation, failover_id, seqno, time = _CONSUMER.unpack_from(body)
-    return ConsumerRow(generation, failover_id, seqno, time, body[_CONSUMER.size :], kind)
+    _, generation, failover_id, seqno, time = _CONSUMER.unpack_from(body)
+    return ConsumerRow(generation, failover_id, seqno, time, body[_CONSUMER.size :])
 
 
 def pack_cut(name: bytes, row: CutRow) -> bytes:
