@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -214,21 +215,18 @@ _TABLE_CRC = 10
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """Stored block without its columns; no checksum is verified.
+    """Stored block without its columns; of its checksums that of the run table is verified.
 
     Attributes:
         start, end: it covers the seqnos in (start, end].
         rows: how many it has.
         time: when the newest of them was committed, microseconds since the epoch; 0 without rows.
-        table, table_crc: its run table, and the stored CRC32C of it.
     """
 
     start: int
     end: int
     rows: int
     time: int
-    table: bytes
-    table_crc: int
 
 
 class BlockHashes(NamedTuple):
@@ -285,14 +283,12 @@ class BlockCursor:
         if head.start >= seqno:
             raise DataDamagedError(f"the block that tells of seqno {seqno} is missing")
         first, last = column_spans(value).get(_TABLE_CRC, ABSENT)
-        return StoredBlock(
-            head.start,
-            end,
-            head.rows,
-            _TIME.unpack_from(value, _TIME_AT)[0],
-            bytes(value[2:HEAD_BYTES]),
-            int.from_bytes(value[first:last], "little"),
-        )
+        if google_crc32c.value(bytes(value[2:HEAD_BYTES])) != int.from_bytes(
+            value[first:last], "little"
+        ):
+            # A wrong time would misdirect a search unnoticed.
+            raise DataDamagedError(f"the table of the block that ends at {end} has changed")
+        return StoredBlock(head.start, end, head.rows, _TIME.unpack_from(value, _TIME_AT)[0])
 
     def hashes(self, partition: int, end: int, above: int, most: int) -> BlockHashes:
         """Return the hashes of neighbouring blocks, newest first, from the block that ends at a seqno on.
