@@ -6,8 +6,8 @@ another one. Damage that this does not find is in bytes that LMDB never uses.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,17 +28,8 @@ from upr.storage.lmdb_pages import (
 
 _DEPTH_MAX = 32
 _BY_NUMBER = 0x08
+_COUNTS = "branch_pages", "leaf_pages", "overflow_pages", "entries"
 _Sink = Callable[[str, int | None], None]
-
-
-@dataclass(slots=True)
-class _Counted:
-    """Counts of a walk through one tree."""
-
-    branch_pages: int = 0
-    leaf_pages: int = 0
-    overflow_pages: int = 0
-    entries: int = 0
 
 
 def check_pages(file: PageFile, report: _Sink, tick: Callable[[], None] = lambda: None) -> None:
@@ -134,7 +125,7 @@ class _Walk:
 
     def _walk(self, what: str, tree: Tree, *, by_number: bool) -> list[Node]:
         """Check one tree; returns the entries of its leaves that are tables."""
-        counted = _Counted()
+        counted = Counter[str]()
         tables: list[Node] = []
         self._bad_page = None
         if tree.root == NO_PAGE:
@@ -143,13 +134,8 @@ class _Walk:
             return tables
         try:
             self._under(tree.root, tree.depth, (None, None), by_number, counted, tables)
-            told = (tree.branch_pages, tree.leaf_pages, tree.overflow_pages, tree.entries)
-            found = (
-                counted.branch_pages,
-                counted.leaf_pages,
-                counted.overflow_pages,
-                counted.entries,
-            )
+            told = tuple(getattr(tree, name) for name in _COUNTS)
+            found = tuple(counted[name] for name in _COUNTS)
             if told != found:
                 raise PageDamage(
                     f"it says that it has {told} branch pages, leaf pages, overflow pages and entries, there are {found}"
@@ -164,7 +150,7 @@ class _Walk:
         depth: int,
         bounds: tuple[bytes | None, bytes | None],
         by_number: bool,
-        counted: _Counted,
+        counted: Counter[str],
         tables: list[Node],
     ) -> None:
         """Check a page and its subtree; its keys must be at least ``bounds[0]`` and below ``bounds[1]``."""
@@ -191,16 +177,16 @@ class _Walk:
         if high is not None and ranked and ranked[-1] >= high:
             raise PageDamage(f"page {number} has a key that belongs into a later page")
         if kind == LEAF:
-            counted.leaf_pages += 1
-            counted.entries += len(nodes)
+            counted["leaf_pages"] += 1
+            counted["entries"] += len(nodes)
             self._leaf(nodes, counted, tables)
             return
-        counted.branch_pages += 1
+        counted["branch_pages"] += 1
         for i, node in enumerate(nodes):
             below = (keys[i] if i else low, keys[i + 1] if i + 1 < len(nodes) else high)
             self._under(node.child, depth - 1, below, by_number, counted, tables)
 
-    def _leaf(self, nodes: list[Node], counted: _Counted, tables: list[Node]) -> None:
+    def _leaf(self, nodes: list[Node], counted: Counter[str], tables: list[Node]) -> None:
         for node in nodes:
             if node.flags & ~3:
                 raise PageDamage(f"an entry has flags {node.flags:#x}")
@@ -209,7 +195,7 @@ class _Walk:
             first, pages = self._file.overflow(node)
             if pages:
                 self._use(first, pages)
-                counted.overflow_pages += pages
+                counted["overflow_pages"] += pages
 
 
 def _order(key: bytes, by_number: bool) -> bytes:
