@@ -139,10 +139,15 @@ class DataDirectory:
                 )
             path.mkdir(parents=True, exist_ok=True)
             self.id, self.cluster = self._read_mark()
-            self._lock = self._take_lock()
+            self._lock = lock_directory(path, make=True)
             (path / "buckets").mkdir(exist_ok=True)
             # At every start: the process that created it may have been killed before its name was durable.
             sync_folder(path)
+        except BlockingIOError as error:
+            raise DataDirectoryError(
+                f"the data directory {path} is in use by another server",
+                hint="stop that server, or give --data another directory",
+            ) from error
         except OSError as error:
             raise DataDirectoryError(
                 f"the data directory {path} cannot be used: {error.strerror or error}",
@@ -182,15 +187,6 @@ class DataDirectory:
         """Draw a new id, durably, because others may know the old id with other data."""
         self.id = self._write_mark(self.cluster)
 
-    def _take_lock(self) -> list[int]:
-        try:
-            return lock_directory(self.path, make=True)
-        except BlockingIOError as error:
-            raise DataDirectoryError(
-                f"the data directory {self.path} is in use by another server",
-                hint="stop that server, or give --data another directory",
-            ) from error
-
     def lost(self) -> str:
         """Return how the directory was lost (deleted, moved or unmounted), in words; empty if it was not."""
         try:
@@ -198,7 +194,7 @@ class DataDirectory:
             os.stat(self.path / _MARK)
         except (FileNotFoundError, NotADirectoryError):
             return "the data directory was deleted, moved or unmounted under the server"
-        if (held.st_dev, held.st_ino) != (here.st_dev, here.st_ino):
+        if not os.path.samestat(held, here):
             return "another directory is in the place of the data directory that was opened"
         return ""
 

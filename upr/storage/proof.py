@@ -67,9 +67,6 @@ def _stat(token: int, folder: Path) -> ProofFile:
 
 def birth_of(path: Path) -> int:
     """Return a file's birth time, nanoseconds since the epoch; 0 if the system has none."""
-    told = getattr(path.lstat(), "st_birthtime", None)
-    if told is not None:
-        return int(told * 1e9)
     statx = getattr(ctypes.CDLL(None), "statx", None)
     if statx is None:
         return 0

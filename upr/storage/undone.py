@@ -87,8 +87,6 @@ def write_undone(
     """
     name = identity.name if _PLAIN.fullmatch(identity.name) else f"{identity.version:016x}"
     path = folder / "undone" / f"{name}-{now}.jsonl"
-    version = f"{identity.version:016x}"
-    head = {"bucket": identity.name, "version": version, "time": now, "markers": markers}
     rows = _rows(blocks, markers)
     first = next(rows, None)
     if first is None:
@@ -97,7 +95,7 @@ def write_undone(
 
     def lines() -> Iterator[str]:
         nonlocal count
-        yield json.dumps(head) + "\n"
+        yield _head(identity, now, markers=markers)
         for row in chain((first,), rows):
             count += 1
             yield json.dumps(row) + "\n"
@@ -117,21 +115,20 @@ def keep_bucket(folder: Path, identity: Identity, highs: U64, now: int) -> Path:
         now: microseconds since the epoch.
     """
     kept = folder.parent.parent / "undone" / f"{identity.version:016x}-{now}"
-    head = {
-        "bucket": identity.name,
-        "version": f"{identity.version:016x}",
-        "time": now,
-        "markers": {},
-        "folder": kept.name,
-        "mutations": int(highs.sum()),
-        "partitions": int((highs > 0).sum()),
-    }
+    counts = {"mutations": int(highs.sum()), "partitions": int((highs > 0).sum())}
     kept.parent.mkdir(exist_ok=True)
-    replace_durably(kept.with_name(f"{kept.name}.jsonl"), json.dumps(head) + "\n")
+    line = _head(identity, now, markers={}, folder=kept.name, **counts)
+    replace_durably(kept.with_name(f"{kept.name}.jsonl"), line)
     os.rename(folder, kept)
     for parent in (kept.parent, folder.parent, folder.parent.parent):
         sync_folder(parent)
     return kept
+
+
+def _head(identity: Identity, now: int, **more: Any) -> str:
+    """Return the first line of a file."""
+    head = {"bucket": identity.name, "version": f"{identity.version:016x}", "time": now}
+    return json.dumps(head | more) + "\n"
 
 
 def undone_files(folder: Path) -> list[UndoneFile]:
