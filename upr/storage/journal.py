@@ -92,8 +92,7 @@ def _name(producer: bytes, number: int) -> bytes:
     return _LENGTH.pack(len(producer)) + producer + _NUMBER.pack(number)
 
 
-def encode_record(commit: Commit) -> list[bytes]:
-    """Return the record's bytes in pieces, which saves a copy of large blocks."""
+def encode_record(commit: Commit) -> bytes:
     pieces: list[bytes] = []
     for entry in commit.entries:
         pieces += (_entry_head(entry) + _SIZE.pack(len(entry.block)), entry.block)
@@ -101,7 +100,7 @@ def encode_record(commit: Commit) -> list[bytes]:
     for piece in pieces:
         crc = google_crc32c.extend(crc, piece)
     head = _RECORD.pack(_RECORD_MAGIC, sum(map(len, pieces)), commit.number, crc, 0)[:-4]
-    return [head + _CRC.pack(google_crc32c.value(head)), *pieces]
+    return b"".join([head, _CRC.pack(google_crc32c.value(head)), *pieces])
 
 
 def _decode_payload(payload: bytes) -> tuple[JournalEntry, ...]:
@@ -184,10 +183,13 @@ def _find_record(data: bytes, at: int) -> int:
 
 
 def _next_record(data: bytes, at: int) -> int:
-    """Return the offset of the next complete record behind a broken one, or the end of the data."""
+    """Return the offset of the next complete record behind a broken one, or the end of the data.
+
+    An intact head gives it. Bytes inside values may look like a record, so then they are not searched.
+    """
     head = _head_at(data, at)
-    if head is not None and head.end < len(data):
-        return head.end
+    if head is not None:
+        return min(head.end, len(data))
     found = _find_record(data, at + 1)
     return len(data) if found == -1 else found
 
@@ -262,7 +264,11 @@ class Journal:
             while at < len(data):
                 found = _record_at(data, at)
                 if found is None:
-                    self._check_torn(segment, data, at, newest)
+                    if not newest or _next_record(data, at) < len(data):
+                        raise DataDamagedError(
+                            f"{segment.path}: the record at byte {at} is damaged and whole records follow",
+                            hint="restore the data directory from a replica or a backup",
+                        )
                     break
                 last = at
                 commit, at = found
@@ -346,18 +352,6 @@ class Journal:
             )
         return _HEADER.size
 
-    def _check_torn(self, segment: _Segment, data: bytes, at: int, newest: bool) -> None:
-        """Raise unless the record at an offset is the last one, torn by a crash."""
-        head = _head_at(data, at)
-        # The head gives the start of the next record. Bytes inside values may look like a record, so they are not
-        # searched.
-        damaged = head.end < len(data) if head is not None else _find_record(data, at + 1) != -1
-        if damaged or not newest:
-            raise DataDamagedError(
-                f"{segment.path}: the record at byte {at} is damaged and whole records follow",
-                hint="restore the data directory from a replica or a backup",
-            )
-
     def _truncate(self, segment: _Segment, data: bytes, last: int, end: int) -> None:
         """Truncate the torn record, and fsync the rest, which counts as durable from here on.
 
@@ -387,7 +381,7 @@ class Journal:
 
     def _header(self, number: int) -> bytes:
         head = _HEADER.pack(_SEGMENT_MAGIC, FORMAT, self._version, number, 0)[:-4]
-        return head + struct.pack("<I", google_crc32c.value(head))
+        return head + _CRC.pack(google_crc32c.value(head))
 
     def _begin_segment(self) -> None:
         failpoints.hit("journal.before_rotate")
@@ -425,9 +419,9 @@ class Journal:
         if self._fd is None or self._full or self._size >= SEGMENT_BYTES:
             self._begin_segment()
         assert self._fd is not None
-        pieces = encode_record(commit)
+        record = encode_record(commit)
         try:
-            written = self._write(self._fd, pieces)
+            self._write(self._fd, record)
         except OSError:
             self._take_back(self._fd)
             raise
@@ -443,12 +437,11 @@ class Journal:
             self._failed = "the journal was deleted under the server"
             raise StorageFailedError(self._failed)
         failpoints.hit("journal.after_sync")
-        self._size += written
+        self._size += len(record)
         self._segments[-1].last_commit = commit.number
-        return written
+        return len(record)
 
-    def _write(self, fd: int, pieces: Sequence[bytes]) -> int:
-        data = b"".join(pieces)
+    def _write(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
         half = len(data) // 2
         os.lseek(fd, self._size, os.SEEK_SET)
@@ -459,7 +452,6 @@ class Journal:
                 failpoints.hit("journal.half_append")
             else:
                 at += os.write(fd, view[at:])
-        return len(data)
 
     def _take_back(self, fd: int) -> None:
         try:
@@ -476,14 +468,7 @@ class Journal:
         """Return how the newest segment was lost (deleted or replaced), in words; empty if it was not."""
         if self._fd is None:
             return ""
-        mine = os.fstat(self._fd)
-        try:
-            there = self._segments[-1].path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return "the journal was deleted or moved under the server"
-        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
-            return "another journal is in the place of the one that was opened"
-        return ""
+        return lost(self._segments[-1].path, os.fstat(self._fd), "journal")
 
     @property
     def size(self) -> int:
@@ -502,8 +487,7 @@ class Journal:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Remove one segment, durably: of two removed at once, a crash could bring back the first without the
-        second."""
+        """Remove one segment, durably: of two removed at once a crash could bring back the first alone."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._segments[0].path)
         sync_folder(self._folder)
@@ -514,6 +498,17 @@ class Journal:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def lost(path: Path, opened: os.stat_result, what: str) -> str:
+    """Return how a file was lost since it was opened (deleted or replaced), in words; empty if it was not."""
+    try:
+        here = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return f"the {what} was deleted or moved under the server"
+    if not os.path.samestat(opened, here):
+        return f"another {what} is in the place of the one that was opened"
+    return ""
 
 
 def _write_whole(fd: int, data: bytes) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from upr.storage import keyspace
 from upr.storage.blocks import PEEK_BYTES, BlockCursor, Head, Replacement, head_of
 from upr.storage.directory import FORMAT, unknown_format
+from upr.storage.journal import lost
 from upr.storage.keyspace import (
     PRODUCER_GRAIN,
     PRODUCER_SLOT,
@@ -32,7 +33,7 @@ from upr.storage.keyspace import (
     ProducerRow,
     ProducerSeen,
 )
-from upr.storage.lmdb_pages import check_length, map_bytes
+from upr.storage.lmdb_pages import DATA_FILE, check_length, map_bytes
 from upr.storage.producer_numbers import (
     Counts,
     Numbers,
@@ -105,6 +106,25 @@ class Identity:
     compression: str = ""
 
 
+def unpack_identity(body: bytes, what: str) -> Identity:
+    """Return the identity of a bucket.
+
+    Args:
+        what: the store, in the words of an error.
+
+    Raises:
+        DataDirectoryError: the store has another format than this program knows.
+        DataDamagedError: it is malformed.
+    """
+    try:
+        text = json.loads(body)
+        if text["format"] != FORMAT:
+            raise unknown_format(what, text["format"])
+        return Identity(text["name"], int(text["version"], 16), text.get("compression", ""))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataDamagedError(f"the bucket's identity is malformed: {error}") from error
+
+
 class Forgotten(NamedTuple):
     """Number of expired producers, and whether more remain."""
 
@@ -118,10 +138,6 @@ class ReadRequest:
 
     partition: int
     above: int
-
-
-def _identity_of(path: Path) -> tuple[int, int]:
-    return (found := path.stat()).st_dev, found.st_ino
 
 
 class Store:
@@ -178,7 +194,7 @@ class Store:
         except lmdb.Error as error:
             self._env.close()
             raise DataDamagedError(f"{folder}: the store is damaged: {error}") from error
-        self._file = _identity_of(folder / "data.mdb")
+        self._file = (folder / DATA_FILE).stat()
         self._whole: U64 | None = None
         # Whether a damaged one matters is for who follows with it.
         with suppress(DataDamagedError):
@@ -212,14 +228,8 @@ class Store:
                 txn.put(keyspace.HASHED, told, db=self._meta)
 
     def lost(self) -> str:
-        """Return how the environment's file was lost (deleted, replaced or unmounted); empty if it was not."""
-        try:
-            here = _identity_of(self._folder / "data.mdb")
-        except (FileNotFoundError, NotADirectoryError):
-            return "the store was deleted or moved under the server"
-        return (
-            "" if here == self._file else "another store is in the place of the one that was opened"
-        )
+        """Return how the environment's file was lost, in words; empty if it was not."""
+        return lost(self._folder / DATA_FILE, self._file, "store")
 
     def close(self) -> None:
         """Close the environment; committed transactions are on disk."""
@@ -242,24 +252,20 @@ class Store:
 
         Raises:
             DataDirectoryError: the store has another format than this program knows.
-            DataDamagedError: the identity fails its checksum.
+            DataDamagedError: the identity fails its checksum, or is malformed.
         """
+        body = self._told(_IDENTITY, f"{self._folder}: identity")
+        return None if body is None else unpack_identity(body, f"the store {self._folder}")
+
+    def _told(self, key: bytes, what: str) -> bytes | None:
+        """Return what the table ``meta`` has under a key, None for nothing; or raise DataDamagedError."""
         with self._env.begin() as txn:
-            value = txn.get(_IDENTITY, db=self._meta)
-        if value is None:
-            return None
-        text = json.loads(keyspace.unseal(bytes(value), _IDENTITY, f"{self._folder}: identity"))
-        if text["format"] != FORMAT:
-            raise unknown_format(f"the store {self._folder}", text["format"])
-        return Identity(text["name"], int(text["version"], 16), text.get("compression", ""))
+            value = txn.get(key, db=self._meta)
+        return None if value is None else keyspace.unseal(bytes(value), key, what)
 
     def quota(self) -> int:
         """Return the quota in bytes, 0 for none."""
-        with self._env.begin() as txn:
-            value = txn.get(_QUOTA, db=self._meta)
-        if value is None:
-            return 0
-        return int.from_bytes(keyspace.unseal(bytes(value), _QUOTA, "the quota"), "little")
+        return int.from_bytes(self._told(_QUOTA, "the quota") or b"", "little")
 
     def put_quota(self, quota: int) -> None:
         """Store the quota in bytes, durably."""
@@ -268,9 +274,7 @@ class Store:
 
     def joining(self) -> U64 | None:
         """Return up to which seqnos the small tables are whole, shape (1024,); None where nothing came since they were."""
-        with self._env.begin() as txn:
-            value = txn.get(_JOINING, db=self._meta)
-        body = b"0" if value is None else keyspace.unseal(bytes(value), _JOINING, "the join")
+        body = self._told(_JOINING, "the join") or b"0"
         # An older version stored that it joins, and not from where.
         seqnos = np.frombuffer(body[1:].ljust(8 * PARTITIONS, b"\0"), "<u8")
         return None if body == b"0" else seqnos
@@ -304,12 +308,10 @@ class Store:
         Args:
             may_be_moved: whether to accept a proof that was copied here with the data.
         """
-        with self._env.begin() as txn:
-            value = txn.get(_PROOF, db=self._meta)
-        if value is None:
-            return None
         try:
-            body = keyspace.unseal(bytes(value), _PROOF, "the clean-shutdown proof")
+            body = self._told(_PROOF, "the clean-shutdown proof")
+            if body is None:
+                return None
             proof = Proof.unpack(body).at(self._folder, may_be_moved=may_be_moved)
             if proof is None:
                 raise DataDamagedError(
@@ -598,7 +600,7 @@ class Store:
 
     def file_bytes(self) -> int:
         """Return the size of the environment's file, which never shrinks."""
-        return (self._folder / "data.mdb").stat().st_size
+        return (self._folder / DATA_FILE).stat().st_size
 
     def used_bytes(self) -> int:
         """Return the bytes of the file's pages in use; LMDB reuses the others."""

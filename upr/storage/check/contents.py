@@ -10,7 +10,6 @@ An active partition numbers and stores complete stretches. A horizon above the e
 missing, and their newer versions too. On a replica that is valid: the rest of a stretch may still arrive.
 """
 
-import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from upr.storage import keyspace
 from upr.storage.blocks import hashes_of
-from upr.storage.directory import FORMAT, unknown_format
 from upr.storage.journal import Commit, Inspected, Journal
 from upr.storage.keyspace import CutRow, PartitionRow
 from upr.storage.proof import Proof
-from upr.storage.store import Identity
+from upr.storage.store import Identity, unpack_identity
 from upr_protocol.block import Block, row_seqnos
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError, UprError
 from upr_protocol.limits import NAME_BYTES_MAX, PARTITIONS, SEQNO_MAX
@@ -118,9 +117,8 @@ def check_blocks(
         try:
             block = decode_block(data)
         except UprError as error:
-            _say(
-                report, partition, ends.high, key_end, f"the block cannot be read: {error.message}"
-            )
+            words = f"the block cannot be read: {error.message}"
+            _say(report, partition, ends.high, key_end, words)
             ends.high, ends.unread = key_end, True
             continue
         _check_one(partition, row, key_end, block, pins, report, ends, readable)
@@ -201,36 +199,22 @@ def _check_one(
         ends.complete = end
     purge = row.purge_seqno if row is not None else 0
     if ends.horizon == end > purge and not last_rows(block)[0]:
-        _say(
-            report,
-            partition,
-            start,
-            end,
-            f"the marker at {end} is not true: the row at {end} is missing",
-        )
+        words = f"the marker at {end} is not true: the row at {end} is missing"
+        _say(report, partition, start, end, words)
     for name, _, pin in pins:
         if start < pin < end or end <= pin < horizon:
             words = f"cut {name} pins {pin}, merged across (horizon {horizon}): it is not exact any more"
             _say(report, partition, start, end, words)
 
 
-def check_horizon(partition: int, row: PartitionRow | None, ends: Ends, report: Report) -> None:
-    """Check that an active partition holds what its horizons promise."""
-    if row is not None and row.state == 1 and ends.horizon > ends.high:
-        words = f"rows are missing that newer ones up to {ends.horizon} superseded, the data ends at {ends.high}"
-        _say(report, partition, ends.high, ends.horizon, words)
-
-
-def last_rows(block: Block) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-    """Whether each run of a block holds the row of its last seqno: bool, one a run."""
+def last_rows(block: Block) -> npt.NDArray[np.bool_]:
+    """Return whether each run of a block holds the row of its last seqno."""
     runs = block.runs
     bounds = np.cumsum(runs["count"], dtype=np.int64)
     if not block.rows:
         return np.zeros(len(runs), bool)
     last = row_seqnos(block)[np.maximum(bounds - 1, 0)]
-    held: np.ndarray[tuple[int], np.dtype[np.bool_]] = (runs["count"] > 0) & (
-        last == runs["end_seqno"]
-    )
+    held: npt.NDArray[np.bool_] = (runs["count"] > 0) & (last == runs["end_seqno"])
     return held
 
 
@@ -267,7 +251,7 @@ def check_identity(
         try:
             body = keyspace.unseal(value, key, f"meta {key.decode(errors='replace')!r}")
             if key == _IDENTITY:
-                identity = _identity(body)
+                identity = unpack_identity(body, f"the store of bucket {version}")
             elif key == _PROOF:
                 proof = Proof.unpack(body)
         except DataDamagedError as error:
@@ -277,18 +261,6 @@ def check_identity(
     elif f"{identity.version:016x}" != version:
         report(Finding(f"the folder is {version}, the identity says {identity.version:016x}"))
     return identity, proof
-
-
-def _identity(body: bytes) -> Identity:
-    try:
-        text = json.loads(body)
-        told = text["format"]
-        identity = Identity(text["name"], int(text["version"], 16), text.get("compression", ""))
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataDamagedError(f"the bucket's identity is malformed: {error}") from error
-    if told != FORMAT:
-        raise unknown_format(f"the store of bucket {identity.name!r}", told)
-    return identity
 
 
 def check_partition_rows(items: Items, report: Report) -> dict[int, PartitionRow]:
@@ -354,24 +326,28 @@ def check_aside(items: Items, rows: Mapping[int, PartitionRow], report: Report) 
 
 def check_ends(
     rows: Mapping[int, PartitionRow],
+    ends: Mapping[int, Ends],
     highs: Mapping[int, int],
     proof: Proof | None,
     report: Report,
 ) -> None:
     """Compare rows and proof with the ends of the data in store and journal."""
     for partition, row in rows.items():
-        high = highs.get(partition, 0)
+        high, found = highs.get(partition, 0), ends[partition]
+        if row.state == ACTIVE and found.horizon > found.high:
+            words = f"rows are missing that newer ones up to {found.horizon} superseded, the data ends at {found.high}"
+            _say(report, partition, found.high, found.horizon, words)
         told = int(proof.highs[partition]) if proof is not None and row.state != DEAD else 0
         if told > high:
             words = f"the clean-shutdown proof says that it ends at {told}, its data ends at {high}"
-            report(Finding(words, partition=partition, above=high, end=told))
+            _say(report, partition, high, told, words)
         if row.purge_seqno > high:
             words = f"its purge seqno is {row.purge_seqno}, its data ends at {high}"
-            report(Finding(words, partition=partition, above=high, end=row.purge_seqno))
+            _say(report, partition, high, row.purge_seqno, words)
         newest = row.log.newest.seqno
         if newest > high:
             words = f"its failover log has a record at {newest}, its data ends at {high}"
-            report(Finding(words, partition=partition, above=high, end=newest))
+            _say(report, partition, high, newest, words)
 
 
 def check_consumers(
@@ -466,8 +442,7 @@ def _check_seqno(
     if row is None or row.log.newest.failover_id != failover_id or row.state != ACTIVE:
         return
     if seqno > high:
-        words = f"{what} is at {seqno}, the data ends at {high}"
-        report(Finding(words, partition=partition, above=high, end=seqno))
+        _say(report, partition, high, seqno, f"{what} is at {seqno}, the data ends at {high}")
 
 
 def _check_saved(key: bytes, stored: bytes) -> None:
@@ -527,7 +502,7 @@ def check_pin_ids(
                 words = (
                     f"cut {name} pins {seqno}, its history ends at {end}: it is not exact any more"
                 )
-                report(Finding(words, partition=partition, above=end, end=seqno))
+                _say(report, partition, end, seqno, words)
 
 
 class JournalCheck:
@@ -606,22 +581,21 @@ class JournalCheck:
         partition: int | None = None,
         above: int | None = None,
         end: int | None = None,
+        severity: str = DAMAGE,
     ) -> None:
         where = str(found.path.relative_to(self._folder))
-        self._report(Finding(words, DAMAGE, partition, above, end, where, found.offset))
+        self._report(Finding(words, severity, partition, above, end, where, found.offset))
 
     def _check_broken(self, found: Inspected) -> None:
+        torn = f"the last {found.torn_bytes} bytes are"
         if not found.torn_bytes:
             self._say(found, found.problem)
-            return
-        where = str(found.path.relative_to(self._folder))
-        words = f"the last {found.torn_bytes} bytes are "
-        if found.torn_by_kill:
-            words += "a record that was never finished; a restart cuts them off"
-            self._report(Finding(words, NOTE, file=where, offset=found.offset))
-            return
-        words += "no whole record, and not what a killed process leaves: power was lost, or they were damaged; a restart cuts them off"
-        self._report(Finding(words, file=where, offset=found.offset))
+        elif found.torn_by_kill:
+            words = f"{torn} a record that was never finished; a restart cuts them off"
+            self._say(found, words, severity=NOTE)
+        else:
+            words = f"{torn} no whole record, and not what a killed process leaves: power was lost, or they were damaged; a restart cuts them off"
+            self._say(found, words)
 
     def _check_commit(self, found: Inspected, commit: Commit) -> None:
         if self._newest and commit.number != self._newest + 1:

@@ -34,7 +34,6 @@ from upr.storage.check.contents import (
     check_consumers,
     check_cuts,
     check_ends,
-    check_horizon,
     check_identity,
     check_partition_rows,
     check_pin_ids,
@@ -134,10 +133,8 @@ class _Worker:
             self._report(Finding(words, file="journal"))
         chosen = {p: row for p, row in rows.items() if p in wanted}
         highs = {p: max(ends[p].high, row.stored_high) for p, row in chosen.items()}
-        for partition, row in chosen.items():
-            check_horizon(partition, row, ends[partition], self._report)
         check_aside(self._items, chosen, self._report)
-        check_ends(chosen, highs, proof, self._report)
+        check_ends(chosen, ends, highs, proof, self._report)
         check_pin_ids({p: pins[p] for p in pins if p in wanted}, rows, highs, self._report)
         check_consumers(self._items, chosen, highs, self._report)
         check_producers(self._items, chosen, highs, self._report)
