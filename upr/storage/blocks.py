@@ -1,7 +1,7 @@
 """Stored blocks: columns, heads (the run record in front, enough to plan compaction), cursors, compression, building."""
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -330,8 +330,18 @@ class BlockCursor:
             DataDamagedError: there is none.
         """
         if not self._cursor.set_key(keyspace.block_key(partition, end)):
-            raise DataDamagedError(f"the block that ends at {end} is missing")
+            raise DataDamagedError(
+                f"partition {partition}: the block that ends at {end} is missing"
+            )
         return bytes(self._cursor.value())
+
+    def above(self, partition: int, seqno: int) -> Iterator[bytes]:
+        """Yield copies of a partition's blocks above a seqno, which may lie inside the first one."""
+        prefix = keyspace.partition_key(partition)
+        more = self._cursor.set_range(keyspace.block_key(partition, seqno + 1))
+        while more and self._cursor.key()[:2] == prefix:
+            yield bytes(self._cursor.value())
+            more = self._cursor.next()
 
 
 COMPRESSIONS = ("", "zstd")
@@ -344,11 +354,8 @@ Compress = Callable[[bytes], bytes]
 def compressor(compression: str) -> Compress | None:
     """Return the function applied to each block before it is stored, None for none.
 
-    Args:
-        compression: a bucket's setting.
-
     Raises:
-        DataDirectoryError: it is unknown, or its library is not installed.
+        DataDirectoryError: the compression is unknown, or its library is not installed.
     """
     if compression not in COMPRESSIONS:
         raise DataDirectoryError(
@@ -391,7 +398,6 @@ class Encoded:
         return len(self.data)
 
     def opened(self) -> Columns:
-        """Return the places of its columns."""
         return open_columns(self.data) if self.columns is None else self.columns
 
 

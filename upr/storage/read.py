@@ -196,9 +196,10 @@ def with_prefix(block: Block, prefix: bytes) -> Block:
     picked = pa.array(rows)
 
     def cells(offsets: bytes, data: bytes) -> tuple[bytes, bytes]:
-        return _column(binary_cells(np.frombuffer(offsets, "<i4"), data).take(picked))
+        taken = raw_cells(binary_cells(np.frombuffer(offsets, "<i4"), data).take(picked))
+        return taken[0].astype("<i4").tobytes(), bytes(taken[1])
 
-    key_offsets, key_data = _column(keys.take(picked))
+    key_offsets, key_data = cells(block.key_offsets, block.keys)
     value_offsets, value_data = b"", b""
     if block.value_offsets:
         value_offsets, value_data = cells(block.value_offsets, block.values)
@@ -229,12 +230,6 @@ def all_begin_with(block: Block, prefixes: Sequence[bytes]) -> bool:
 
 def _taken(column: bytes, dtype: str, rows: I64) -> bytes:
     return np.frombuffer(column, dtype)[rows].tobytes() if column else b""
-
-
-def _column(array: pa.Array) -> tuple[bytes, bytes]:
-    """Return a column's offsets, from 0, and its bytes."""
-    offsets, data = raw_cells(array)
-    return offsets.astype("<i4").tobytes(), bytes(data)
 
 
 @dataclass(slots=True)
@@ -291,11 +286,12 @@ def read_blocks(
     """
     reading = _Reading(showing, accept_zstd, max_bytes, FRAME_PLAIN_BYTES)
     results = [ReadResult(request) for request in requests]
-    with store.reading() as blocks_of:
+    with store.look() as cursor:
         for result in results:
             request = result.request
             try:
-                result.blocks = list(_continue_from(request, blocks_of(request), reading))
+                found = cursor.above(request.partition, request.above)
+                result.blocks = list(_continue_from(request, found, reading))
                 if not result.blocks and not reading.is_full:
                     raise DataDamagedError("it is missing")
             except (InvalidArgumentError, DataDamagedError) as error:

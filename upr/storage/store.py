@@ -8,10 +8,9 @@ takes only addresses, so that "disk full" comes before "map full"; ``map_room`` 
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -232,7 +231,6 @@ class Store:
         return lost(self._folder / DATA_FILE, self._file, "store")
 
     def close(self) -> None:
-        """Close the environment; committed transactions are on disk."""
         self._env.close()
 
     def create(self, identity: Identity, rows: Mapping[int, PartitionRow]) -> None:
@@ -268,7 +266,6 @@ class Store:
         return int.from_bytes(self._told(_QUOTA, "the quota") or b"", "little")
 
     def put_quota(self, quota: int) -> None:
-        """Store the quota in bytes, durably."""
         with self._writing() as txn:
             txn.put(_QUOTA, keyspace.seal(quota.to_bytes(8, "little"), _QUOTA), db=self._meta)
 
@@ -436,7 +433,7 @@ class Store:
 
         Args:
             ends: stored high, last complete marker and horizon. The rest of a row stays: promotions write it too.
-            hashes: of the blocks' keys, as ``keyspace.pack_hashes``; blocks without any are read by every search.
+            hashes: as in ``Replacement``.
             counts: of the stored numbers that are larger; by default none does.
         """
         with self._writing() as txn:
@@ -501,15 +498,6 @@ class Store:
             txn.put(key, keyspace.pack_partition(partition, row), db=self._partitions)
 
     @contextmanager
-    def reading(self) -> Iterator[Callable[[ReadRequest], Iterator[bytes]]]:
-        """Open one read transaction, which must be short, and return what yields the stored blocks of a request.
-
-        The blocks of one are taken before those of the next. The first may begin at or below ``above``.
-        """
-        with self._env.begin() as txn, txn.cursor(db=self._blocks) as cursor:
-            yield partial(_blocks_above, cursor)
-
-    @contextmanager
     def look(self) -> Iterator[BlockCursor]:
         """Open a cursor over the blocks in one read transaction, which must be short."""
         with (
@@ -520,18 +508,14 @@ class Store:
             yield BlockCursor(blocks, hashes if self._hashes_hold else None)
 
     def heads(self, partition: int) -> list[Head]:
-        """Return the heads of a partition's blocks, oldest first.
-
-        Raises:
-            DataDamagedError: one is no block, or does not continue the one before it.
-        """
+        """Return the heads of a partition's blocks, oldest first, or raise as ``heads_until_damage`` has it."""
         heads, damage = self.heads_until_damage(partition)
         if damage is not None:
             raise damage
         return heads
 
     def heads_until_damage(self, partition: int) -> tuple[list[Head], DataDamagedError | None]:
-        """Return the heads before the first damaged block, and the error of that block."""
+        """Return the heads before the first damaged block, and its error: it is none, or does not continue the one before."""
         heads: list[Head] = []
         prefix = keyspace.partition_key(partition)
         with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:
@@ -553,21 +537,9 @@ class Store:
         return heads, None
 
     def blocks(self, partition: int, ends: Iterable[int]) -> list[bytes]:
-        """Return a partition's blocks with these end seqnos.
-
-        Raises:
-            DataDamagedError: one is not there.
-        """
-        found = []
-        with self._env.begin() as txn:
-            for end in ends:
-                value = txn.get(keyspace.block_key(partition, end), db=self._blocks)
-                if value is None:
-                    raise DataDamagedError(
-                        f"partition {partition}: the block that ends at {end} is missing"
-                    )
-                found.append(bytes(value))
-        return found
+        """Return a partition's blocks with these end seqnos, or raise DataDamagedError."""
+        with self.look() as cursor:
+            return [cursor.data(partition, end) for end in ends]
 
     def replace(self, replacements: Iterable[Replacement]) -> None:
         """Replace blocks by compacted ones and raise the purge seqnos, in one transaction.
@@ -838,11 +810,3 @@ class Store:
         time, _ = keyspace.unpack_producer_time_key(key)
         old = time + PRODUCER_GRAIN <= before
         return key if old or txn.stat(self._producer_times)["entries"] > keep else None
-
-
-def _blocks_above(cursor: Any, request: ReadRequest) -> Iterator[bytes]:
-    prefix = keyspace.partition_key(request.partition)
-    more = cursor.set_range(keyspace.block_key(request.partition, request.above + 1))
-    while more and cursor.key().startswith(prefix):
-        yield bytes(cursor.value())
-        more = cursor.next()
