@@ -46,7 +46,6 @@ class FlushPlan:
         stored, horizon: each partition's stored high and largest stored horizon, uint64, shape (1024,); advanced slice
             by slice.
         logs: the partitions' failover logs when the flush began.
-        compress: applied to each block before it is stored.
     """
 
     entries: Sequence[TailEntry]
@@ -119,8 +118,6 @@ class Bucket:
     """State of one bucket.
 
     Args:
-        identity: name and version.
-        partitions: as recovered.
         next_commit: the number of the next journal commit.
         proven: whether the clean-shutdown proof is on disk; nothing may be numbered while it is.
     """
@@ -274,7 +271,6 @@ class Bucket:
     def _written(
         self, runs: Runs, entry: int, duplicate: bool, refused: dict[int, UprError]
     ) -> Written:
-        """Return an outcome of which some may have been applied before."""
         ends = runs["end_seqno"]
         ends = np.where(ends == 0, self.partitions.high[runs["partition"]], ends)
         ids = self._ids(runs).tolist()
@@ -321,7 +317,7 @@ class Bucket:
                 follower.end_call(NOT_ACTIVE)
 
     def count(self, counted: frozenset[str], in_step: Collection[str]) -> None:
-        """Take over which replicas count; see ``Copies.count``."""
+        """See ``Copies.count``."""
         if self.copies.count(counted, in_step):
             self._wake_stable()
 
@@ -425,7 +421,7 @@ class Bucket:
         )
 
     def adopted(self, partitions: Iterable[int]) -> None:
-        """Record that the logs that were taken over are stored: the partitions are replicas."""
+        """Record that the logs that were taken over are stored."""
         self.partitions.state[list(partitions)] = REPLICA
 
     def known(
@@ -559,7 +555,7 @@ class Bucket:
         """Refuse all writes: the state of the disk is unknown."""
         self.failure = error
         for follower in self.followers:
-            # Wake the followers, so that streams that wait for durable rows end.
+            # Streams that wait for durable rows end.
             follower.wake()
 
     # Flushing

@@ -43,9 +43,8 @@ def plan_merge(
     """Return the next range to compact in a partition; None when its tiers are in order.
 
     Args:
-        heads: its stored blocks, oldest first.
+        heads, settled: see ``stretches``.
         pinned: seqnos that no merge may cross, ascending.
-        settled: see ``stretches``.
     """
     complete = last_complete(heads)
     mergeable = [head for head in heads if head.end <= complete]
@@ -158,11 +157,7 @@ class Holder:
 
 
 def purge_limits(bucket: Bucket, ages: PurgeAges, now: int) -> PurgeLimits:
-    """Return the limits of a purge at this moment.
-
-    Args:
-        now: microseconds since the epoch.
-    """
+    """Return the limits of a purge now, in microseconds since the epoch."""
     # The row at the high seqno stays, which shows the end of the partition. The durable seqno counts as the high seqno,
     # because after a crash it is.
     table = bucket.partitions

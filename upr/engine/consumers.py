@@ -4,11 +4,9 @@ A consumer is registered by its first Ack in a call with a consumer name, or by 
 here. A saved position counts, for purging and for readers, once it is stored (``Saves``: in the order in which
 they were decided).
 
-Acknowledged positions hold purging. Those not yet stored are handed out as a value (Changes), which the service stores.
-A crash loses the
-acknowledgements of the last second: a stored position that is too low only makes purging more careful. One that is too
-high, because its consumer had just rolled back, can let purging overtake the consumer, which then rolls back to 0:
-correct, but costly.
+Acknowledged positions hold purging. Those not yet stored are handed out as a value (Changes). A crash loses those of the
+last second: a stored position that is too low only makes purging more careful. One that is too high, because its
+consumer had just rolled back, can let purging overtake the consumer, which then rolls back to 0: correct, but costly.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
@@ -74,11 +72,7 @@ class Save:
 
 
 class Saves:
-    """Pending saves of a bucket, in the order of the decisions.
-
-    Args:
-        consumers: receive a save once it is stored.
-    """
+    """Pending saves of a bucket, in the order of the decisions; consumers receive one once it is stored."""
 
     def __init__(self, consumers: "Consumers") -> None:
         self._consumers = consumers
@@ -194,7 +188,6 @@ class Consumer:
         seqno, failover_id: uint64, the acknowledged seqno, and the id under which it was acknowledged.
         time: uint64, when it was acknowledged or last seen in use, microseconds since the epoch.
         dirty: where these are not stored yet.
-
         saved: where it has saved a position, which only the store holds.
     """
 
@@ -208,11 +201,11 @@ class Consumer:
 
     @property
     def last_ack_time(self) -> int:
-        """Return when it last acknowledged or was seen in use, microseconds since the epoch; 0 if unknown."""
+        """Return the newest ``time``; 0 if unknown."""
         return int(self.time.max())
 
     def passed(self, newest_id: U64) -> U64:
-        """Return up to which seqno it has passed each partition; NO_LIMIT where it has no position.
+        """Return up to which seqno it has passed each partition, shape (1024,); NO_LIMIT where it has no position.
 
         A position acknowledged under an id that is not the newest counts as 0.
         """
@@ -426,26 +419,14 @@ class Consumers:
     # Limits for purging
 
     def limit(self, newest_id: U64) -> U64:
-        """Return up to which seqno all consumers have passed each partition; NO_LIMIT where nobody has a position.
-
-        Args:
-            newest_id: each partition's newest failover id, uint64, shape (1024,).
-
-        Returns:
-            uint64, shape (1024,).
-        """
+        """Return up to which seqno all consumers have passed each partition, as ``Consumer.passed``."""
         limit = np.full(PARTITIONS, NO_LIMIT, np.uint64)
         for consumer in self._consumers.values():
             np.minimum(limit, consumer.passed(newest_id), out=limit)
         return limit
 
     def holders(self, partition: int, newest_id: int, below: int) -> list[tuple[str, int]]:
-        """Return, by name, the consumers that have not passed a seqno, each with the seqno that it has passed.
-
-        Args:
-            newest_id: the partition's newest failover id.
-            below: consumers at or above this seqno are left out.
-        """
+        """Return, by name, the consumers that have passed less than ``below``, each with the seqno that it has passed."""
         found = []
         for name, consumer in self:
             current = int(consumer.failover_id[partition]) == newest_id

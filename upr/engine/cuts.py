@@ -65,8 +65,6 @@ class Cut:
 
 
 class Cuts:
-    """Cuts of one bucket."""
-
     def __init__(self) -> None:
         self._named: dict[str, Cut] = {}
         self._held: list[Cut] = []
@@ -80,7 +78,7 @@ class Cuts:
         return list(self._named.values())
 
     def __len__(self) -> int:
-        """Return how many cuts have a name and are durable; one whose lease has just ended may be among them."""
+        """Return how many cuts have a name and are durable, with those whose lease has just ended."""
         return sum(cut.durable for cut in self._named.values())
 
     # Pins and fences

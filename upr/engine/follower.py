@@ -191,12 +191,9 @@ class Follower:
         try:
             check_partition(partition)
             check_seqno(request.seqno)
-            if request.horizon is not None:
-                check_seqno(request.horizon, "horizon")
-            if request.until_seqno is not None:
-                check_seqno(request.until_seqno, "until_seqno")
-            if request.until_exact is not None:
-                check_seqno(request.until_exact, "until_exact")
+            for name in ("horizon", "until_seqno", "until_exact"):
+                if (seqno := getattr(request, name)) is not None:
+                    check_seqno(seqno, name)
             for failover_id in (request.failover_id, request.data_id):
                 if failover_id is not None:
                     check_failover_id(failover_id)
@@ -392,7 +389,6 @@ class Follower:
         self.wake()
 
     def end_call(self, why: EndReason) -> None:
-        """End every open stream and the call."""
         self.end_all(why)
         if self.on_end is not None:
             self.on_end(why)
@@ -489,7 +485,7 @@ class Follower:
     # Purging
 
     def passed(self) -> U64:
-        """Return up to where each partition's tombstones are passed, shape (1024,).
+        """See ``OpenFollower``.
 
         NO_END without a stream, for a stream that a purge has ended, and at seqno 0, where the reader has nothing to
         delete.
@@ -654,7 +650,7 @@ class Follower:
 
     @property
     def unfit_bytes(self) -> int:
-        """Return the size of the block that is to be read again, 0 if there is none."""
+        """Size of the block that is to be read again, 0 if there is none."""
         return self._unfit[2] if self._unfit is not None else 0
 
     def _is_held_up(self) -> bool:
@@ -798,16 +794,11 @@ class Follower:
     # Lag
 
     def stream_counts(self) -> tuple[int, int]:
-        """Return how many streams are open, and how many of them read the store."""
         behind = (self._token != 0) & (self._seqno < self._table.stored)
         return int(np.count_nonzero(self._token)), int(np.count_nonzero(behind))
 
     def moved_high_seqnos(self) -> npt.NDArray[np.void]:
-        """Return the partitions and high seqnos of the open streams whose high seqno moved since the last call.
-
-        Returns:
-            dtype POSITION, one item a stream.
-        """
+        """Return the open streams whose high seqno moved since the last call, with that: dtype POSITION."""
         moved = (self._token != 0) & (self._table.high != self._told_high)
         self._told_high[moved] = self._table.high[moved]
         partitions = np.flatnonzero(moved)

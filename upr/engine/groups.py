@@ -349,7 +349,6 @@ class Seat:
         return self.member.seat is self
 
     def heard(self, now: int) -> None:
-        """Record a message of the client; see ``Group.heard``."""
         if self.taken:
             self.group.heard(self.member, now)
 
@@ -433,7 +432,7 @@ class Owners:
         return self._newest
 
     def generation(self, name: str) -> int:
-        """Return the generation of a consumer's ownership; 0 if it had no owner since the start."""
+        """Return the generation of a consumer's ownership; 0 without an owner since the start."""
         group = self._groups.get(name)
         if group is not None:
             return group.generation
@@ -490,7 +489,6 @@ class Owners:
 
         Raises:
             InvalidArgumentError: a call of the consumer without a member is open.
-            TooManyError: the group has MEMBERS_MAX members.
         """
         if sole_is_open:
             raise InvalidArgumentError(
@@ -504,7 +502,6 @@ class Owners:
         return group.join(member, lease, now, call)
 
     def close(self, seat: Seat, now: int, *, left: bool) -> None:
-        """Record the end of a member's call; with ``left`` the member leaves the group."""
         if seat.taken and left:
             seat.group.leave(seat.member, now)
         elif seat.taken:
@@ -524,11 +521,9 @@ class Owners:
 
     @property
     def deadline(self) -> int:
-        """Return when to call ``tick`` next; NEVER if no lease or release is pending."""
         return min((group.deadline for group in self._groups.values()), default=NEVER)
 
     def tick(self, now: int) -> None:
-        """Expire leases."""
         for group in list(self._groups.values()):
             group.tick(now)
         self._prune()

@@ -248,7 +248,6 @@ class Copies:
         return True
 
     def left(self, directory: str) -> None:
-        """Take note of the end of a call."""
         self.connected[directory] -= 1
         if not self.connected[directory]:
             del self.connected[directory]

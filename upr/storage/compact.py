@@ -323,7 +323,6 @@ def merge_slice(
         horizon: the largest stored horizon, shape (1024,). With it, what lies above a partition's last complete marker
             keeps its runs and rows as they came: a replica may get no more of that stretch. None merges all.
         limits: which tombstones to drop, in the partitions whose result begins at 0.
-        compress: applied to each block before it is stored.
     """
     used = [
         (c, int(c.bounds[part.first]), int(c.bounds[part.last]))
@@ -474,7 +473,6 @@ def rebuild(
     Args:
         rows: row numbers of the chunk, ascending.
         run: partition, start, end and horizon of the resulting stretch.
-        compress: applied to each block before it is stored.
 
     Returns:
         (partition, end_seqno, bytes) of each block, and the packed hashes of its keys.

@@ -269,7 +269,6 @@ class Stored:
     """What is stored.
 
     Attributes:
-        standing: rows, promises.
         addresses: HOST:PORT of the servers of the set, by directory, where they were last reached.
         known: of the owner: the counted servers of which all counted ones have stored that they count.
     """
@@ -321,11 +320,7 @@ def read_standing(folder: Path, directory: str, *, replica: bool, meets: bool = 
 
 
 def write_standing(folder: Path, stored: Stored) -> None:
-    """Store it, durably.
-
-    Raises:
-        OSError: it could not be written; the old one is still there.
-    """
+    """Store it as ``replace_durably``."""
     standing, row = stored.standing, stored.standing.row
     text = {
         "format": _OWNER_FORMAT,

@@ -129,12 +129,7 @@ class ProducerNumbers:
 
 @dataclass(frozen=True, slots=True)
 class ProducerSeen:
-    """Row of a producer, over all partitions.
-
-    Attributes:
-        last_number: the largest of its numbers in any partition.
-        time: of its last write, in whole PRODUCER_GRAIN; microseconds since the epoch.
-    """
+    """Row of a producer, over all partitions; the time is of its last write, in whole PRODUCER_GRAIN since the epoch."""
 
     last_number: int
     time: int
@@ -180,14 +175,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class CutRow:
-    """Row of a cut: pins under one name and for a lease. Times are microseconds since the epoch.
-
-    Attributes:
-        created: when it was made.
-        expires: when its lease ends.
-        lease: the lease it was made or last renewed with, microseconds.
-        pins: by partition, ascending.
-    """
+    """Row of a cut: its pins by partition, ascending. Times are microseconds since the epoch, the lease is microseconds."""
 
     created: int
     expires: int

@@ -36,7 +36,7 @@ class BucketReport:
 
     Attributes:
         version: the name of its folder.
-        name: its name; empty if that cannot be read.
+        name: empty if it cannot be read.
         readable: by partition the readable seqno ranges ``[above, end]``.
         unusable: why this program cannot check it; empty if it can.
     """
