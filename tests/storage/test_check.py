@@ -297,6 +297,13 @@ def test_positions_above_the_data(closed: Closed) -> None:
     ]
 
 
+def test_a_position_that_no_start_loads(closed: Closed) -> None:
+    store = closed.store()
+    store.put_consumers({(b"\xff", 3): ConsumerRow(1, 5, 0, 1)})
+    store.close()
+    assert "row of the consumers has the key" in only(checked(closed)).what
+
+
 # The journal
 
 

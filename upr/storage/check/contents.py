@@ -11,7 +11,7 @@ missing, and their newer versions too. On a replica that is valid: the rest of a
 """
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,11 @@ class Finding:
 
 
 Report = Callable[[Finding], None]
+ACTIVE, DEAD = 1, 4
+_STATES = range(1, 5)
+_IDENTITY, _PROOF = b"identity", b"clean_shutdown_proof"
+Items = Callable[[bytes], Iterator[tuple[bytes, bytes]]]
+"""Function of a table's name that yields its keys and values."""
 
 
 @dataclass(slots=True)
@@ -94,48 +99,249 @@ class Ends:
     unread: bool = False
 
 
-def check_blocks(
-    partition: int,
-    row: PartitionRow | None,
-    blocks: Iterable[tuple[int, bytes]],
-    pins: Sequence[tuple[str, int, int]],
-    report: Report,
-    readable: Readable,
-    hashes: Iterable[tuple[int, bytes]] = (),
-) -> Ends:
-    """Check a partition's blocks, given as (end_seqno of the key, bytes) in order.
+class StoreCheck:
+    """Check of blocks and rows of some partitions, in one pass, without changing them.
 
     Args:
-        hashes: packed hashes of the blocks' keys, like the blocks.
-        row: the partition's row, None when it cannot be read.
-        pins: cuts that pin the partition: (name, failover id, seqno).
+        items: see Items.
+        rows: the partitions' rows that can be read.
+        pins: of cuts in these partitions, by partition: (name, failover id, seqno).
+
+    Attributes:
+        ends: where each partition's data end: in the store, then in the journal too.
     """
-    ends = Ends()
-    index = _Index(partition, iter(hashes), report)
-    for key_end, data in blocks:
-        packed = index.of(key_end)
-        try:
-            block = decode_block(data)
-        except UprError as error:
-            words = f"the block cannot be read: {error.message}"
-            _say(report, partition, ends.high, key_end, words)
+
+    def __init__(
+        self,
+        items: Items,
+        rows: Mapping[int, PartitionRow],
+        pins: Mapping[int, list[tuple[str, int, int]]],
+        report: Report,
+    ) -> None:
+        self._items = items
+        self._rows = rows
+        self._pins = pins
+        self._report = report
+        self._highs: dict[int, int] = {}
+        self.ends: dict[int, Ends] = {}
+        self.readable = Readable()
+
+    def _say(self, partition: int, above: int, end: int, words: str) -> None:
+        self._report(Finding(words, partition=partition, above=above, end=end))
+
+    def check_blocks(
+        self,
+        partition: int,
+        blocks: Iterable[tuple[int, bytes]],
+        hashes: Iterable[tuple[int, bytes]],
+    ) -> None:
+        """Check a partition's blocks, and the packed hashes of their keys: (end_seqno of the key, bytes) in order."""
+        row, ends = self._rows.get(partition), Ends()
+        self.ends[partition] = ends
+        index = _Index(partition, iter(hashes), self._report)
+        for key_end, data in blocks:
+            packed = index.of(key_end)
+            try:
+                block = decode_block(data)
+            except UprError as error:
+                words = f"the block cannot be read: {error.message}"
+                self._say(partition, ends.high, key_end, words)
+                ends.high, ends.unread = key_end, True
+                continue
+            self._check_one(partition, key_end, block, ends)
+            if packed is not None and packed != _hashes_of(partition, key_end, block):
+                words = "the index of its keys is damaged, and ignored until the block is compacted"
+                self._say(partition, int(block.runs[0]["start_seqno"]), key_end, words)
+        index.of(2**64)
+        if row is not None and row.stored_high != ends.high:
+            words = f"its row says that {row.stored_high} is stored, the blocks end at {ends.high}"
+            low, high = sorted((row.stored_high, ends.high))
+            self._say(partition, low, high, words)
+        elif row is not None and not ends.unread:
+            told, found = (row.complete, row.horizon), (ends.complete, ends.horizon)
+            if told != found:
+                words = f"its row says that the last complete marker and the horizon are {told}, of the blocks they are {found}"
+                self._say(partition, min(told[0], found[0]), ends.high, words)
+
+    def _check_one(self, partition: int, key_end: int, block: Block, ends: Ends) -> None:
+        run = block.runs[0]
+        start, end, horizon = (int(run[name]) for name in ("start_seqno", "end_seqno", "horizon"))
+        if len(block.runs) != 1 or int(run["partition"]) != partition or end != key_end:
+            words = f"the block has {len(block.runs)} runs, the first of partition {run['partition']} to {end}; its key says {partition} to {key_end}"
+            self._say(partition, ends.high, key_end, words)
             ends.high, ends.unread = key_end, True
-            continue
-        _check_one(partition, row, key_end, block, pins, report, ends, readable)
-        if packed is not None and packed != _hashes_of(partition, key_end, block):
-            words = "the index of its keys is damaged, and ignored until the block is compacted"
-            _say(report, partition, int(block.runs[0]["start_seqno"]), key_end, words)
-    index.of(2**64)
-    if row is not None and row.stored_high != ends.high:
-        words = f"its row says that {row.stored_high} is stored, the blocks end at {ends.high}"
-        low, high = sorted((row.stored_high, ends.high))
-        _say(report, partition, low, high, words)
-    elif row is not None and not ends.unread:
-        told, found = (row.complete, row.horizon), (ends.complete, ends.horizon)
-        if told != found:
-            words = f"its row says that the last complete marker and the horizon are {told}, of the blocks they are {found}"
-            _say(report, partition, min(told[0], found[0]), ends.high, words)
-    return ends
+            return
+        if start > ends.high:
+            self._say(partition, ends.high, start, "no block tells of these seqnos")
+        elif start < ends.high:
+            self._say(partition, start, ends.high, "two blocks tell of these seqnos")
+        else:
+            self.readable.add(partition, start, end)
+        ends.high = end
+        ends.horizon = max(ends.horizon, horizon)
+        if ends.horizon == end:
+            ends.complete = end
+        row = self._rows.get(partition)
+        purge = row.purge_seqno if row is not None else 0
+        if ends.horizon == end > purge and not last_rows(block)[0]:
+            words = f"the marker at {end} is not true: the row at {end} is missing"
+            self._say(partition, start, end, words)
+        for name, _, pin in self._pins.get(partition, ()):
+            if start < pin < end or end <= pin < horizon:
+                words = f"cut {name} pins {pin}, merged across (horizon {horizon}): it is not exact any more"
+                self._say(partition, start, end, words)
+
+    def check_rows(self, proof: Proof | None) -> None:
+        """Compare all rows with the ends of the data; after the journal."""
+        self._highs = {p: max(self.ends[p].high, row.stored_high) for p, row in self._rows.items()}
+        self._check_aside()
+        self._check_ends(proof)
+        self._check_pin_ids()
+        self._check_consumers()
+        self._check_producers()
+
+    def _check_aside(self) -> None:
+        """Check the table ``aside``, and report dead partitions."""
+        held: dict[int, list[tuple[int, int]]] = {}
+        counts: dict[int, int] = {}
+        for key, value in self._items(b"aside"):
+            if not keyspace.is_aside_key(key):
+                self._report(Finding(f"a block that is kept aside has the key {key.hex()}"))
+                continue
+            partition = int.from_bytes(key[:2], "big")
+            if partition not in self._rows:
+                continue
+            block, problem = problem_of(value)
+            if block is None or (block.runs["partition"] != partition).any():
+                words = f"a block that is kept aside is damaged: {problem or 'it is of another partition'}"
+                self._report(Finding(words, partition=partition))
+                continue
+            runs = zip(
+                block.runs["start_seqno"].tolist(), block.runs["end_seqno"].tolist(), strict=True
+            )
+            held.setdefault(partition, []).extend(runs)
+            counts[partition] = counts.get(partition, 0) + int(block.runs["count"].sum())
+        for partition, row in self._rows.items():
+            above = min((start for start, _ in held.get(partition, ())), default=None)
+            end = max((end for _, end in held.get(partition, ())), default=None)
+            kept = f"{counts.get(partition, 0)} rows of it are kept aside"
+            if row.state == DEAD:
+                self._report(
+                    Finding(f"it is dead: {row.reason}; {kept}", DAMAGE, partition, above, end)
+                )
+            elif held.get(partition):
+                self._report(Finding(f"{kept}, and it is not dead", NOTE, partition, above, end))
+
+    def _check_ends(self, proof: Proof | None) -> None:
+        """Compare rows and proof with the ends of the data in store and journal."""
+        for partition, row in self._rows.items():
+            high, found = self._highs.get(partition, 0), self.ends[partition]
+            if row.state == ACTIVE and found.horizon > found.high:
+                words = f"rows are missing that newer ones up to {found.horizon} superseded, the data ends at {found.high}"
+                self._say(partition, found.high, found.horizon, words)
+            told = int(proof.highs[partition]) if proof is not None and row.state != DEAD else 0
+            if told > high:
+                words = (
+                    f"the clean-shutdown proof says that it ends at {told}, its data ends at {high}"
+                )
+                self._say(partition, high, told, words)
+            if row.purge_seqno > high:
+                words = f"its purge seqno is {row.purge_seqno}, its data ends at {high}"
+                self._say(partition, high, row.purge_seqno, words)
+            newest = row.log.newest.seqno
+            if newest > high:
+                words = f"its failover log has a record at {newest}, its data ends at {high}"
+                self._say(partition, high, newest, words)
+
+    def _check_pin_ids(self) -> None:
+        """Check that pins are in the partition's history."""
+        for partition, several in self._pins.items():
+            row: Any = self._rows.get(partition)
+            for name, failover_id, seqno in several:
+                end = self._highs.get(partition, 0)
+                if row is not None and failover_id in row.log:
+                    following = row.log.next_after(failover_id)
+                    end = end if following is None else min(end, following.seqno)
+                if seqno > end:
+                    words = f"cut {name} pins {seqno}, its history ends at {end}: it is not exact any more"
+                    self._say(partition, end, seqno, words)
+
+    def _check_consumers(self) -> None:
+        for key, value in self._items(b"consumers"):
+            name, partition = key[:-3], int.from_bytes(key[-2:], "big")
+            if len(key) > NAME_BYTES_MAX + 3 or not keyspace.is_consumer_key(key):
+                self._report(Finding(f"a row of the consumers has the key {key.hex()}"))
+                continue
+            what = f"consumer {_name(name)}"
+            try:
+                consumer = keyspace.unpack_consumer(key, value)
+                _check_saved(key, consumer.position or b"")
+            except (DataDamagedError, struct.error) as error:
+                self._report(Finding(f"{what}: {error}", partition=partition))
+                continue
+            self._check_seqno(what, partition, consumer.failover_id, consumer.seqno)
+
+    def _check_producers(self) -> None:
+        """Check the tables of producers, and that ``producers`` and ``producer_times`` have the same ones."""
+        times: dict[bytes, int] = {}
+        for key, _ in self._items(b"producer_times"):
+            if not 9 <= len(key) <= NAME_BYTES_MAX + 8:
+                self._report(Finding(f"a row of the producers' times has the key {key.hex()}"))
+                continue
+            time, name = keyspace.unpack_producer_time_key(key)
+            if times.setdefault(name, time) != time:
+                self._report(Finding(f"producer {_name(name)} is there with two times"))
+        seen: set[bytes] = set()
+        for key, value in self._items(b"producers"):
+            name = key[: key.find(b"\0")]
+            what = f"producer {_name(name)}"
+            if not 0 < len(name) <= NAME_BYTES_MAX or len(key) not in (
+                len(name) + 1,
+                len(name) + 3,
+            ):
+                self._report(Finding(f"a row of the producers has the key {key.hex()}"))
+                continue
+            if len(key) > len(name) + 1:
+                self._check_numbers(key, value, what)
+                continue
+            seen.add(name)
+            try:
+                told = keyspace.unpack_producer_seen(key, value)
+                if name in times and times[name] != told.time:
+                    self._report(
+                        Finding(f"{what} was seen at {told.time}, the index says {times[name]}")
+                    )
+            except DataDamagedError as error:
+                self._report(Finding(f"{what}: {error}"))
+        for key, value in self._items(b"replaced"):
+            name = key[: key.find(b"\0")]
+            if 0 < len(name) <= NAME_BYTES_MAX and len(key) == len(name) + 3:
+                what = f"what was replaced of producer {_name(name)}"
+                self._check_numbers(key, value, what)
+            else:
+                self._report(Finding(f"a row of the replaced numbers has the key {key.hex()}"))
+        for name in sorted(seen ^ times.keys()):
+            self._report(Finding(f"producer {_name(name)} is in one of its two tables only"))
+
+    def _check_numbers(self, key: bytes, value: bytes, what: str) -> None:
+        """Check a producer's numbers in the partitions of a slot."""
+        try:
+            table = keyspace.unpack_producer(key, value)
+        except DataDamagedError as error:
+            self._report(Finding(f"{what}: {error}"))
+            return
+        for partition, _, failover_id, start, end in table.tolist():
+            if end < start:
+                self._report(Finding(f"{what}: its seqnos run backwards", partition=partition))
+            self._check_seqno(what, partition, failover_id, end)
+
+    def _check_seqno(self, what: str, partition: int, failover_id: int, seqno: int) -> None:
+        row, high = self._rows.get(partition), self._highs.get(partition, 0)
+        # Under an older id, what lay above the next record was undone, and may have been acknowledged.
+        if row is None or row.log.newest.failover_id != failover_id or row.state != ACTIVE:
+            return
+        if seqno > high:
+            self._say(partition, high, seqno, f"{what} is at {seqno}, the data ends at {high}")
 
 
 class _Index:
@@ -151,7 +357,7 @@ class _Index:
         """Return the packed hashes of the block that ends there, if there are any; report those that come before."""
         while self._next is not None and self._next[0] < end:
             words = "there is an index of keys, and no block"
-            _say(self._report, self._partition, 0, self._next[0], words)
+            self._report(Finding(words, partition=self._partition, above=0, end=self._next[0]))
             self._next = next(self._hashes, None)
         if self._next is None or self._next[0] > end:
             return None
@@ -164,47 +370,6 @@ def _hashes_of(partition: int, end: int, block: Block) -> bytes:
     offsets = np.frombuffer(block.key_offsets, "<i4").astype(np.int64)
     start = int(block.runs[0]["start_seqno"])
     return keyspace.pack_hashes(partition, start, end, hashes_of(offsets, block.keys))
-
-
-def _say(report: Report, partition: int, above: int, end: int, words: str) -> None:
-    report(Finding(words, partition=partition, above=above, end=end))
-
-
-def _check_one(
-    partition: int,
-    row: PartitionRow | None,
-    key_end: int,
-    block: Block,
-    pins: Sequence[tuple[str, int, int]],
-    report: Report,
-    ends: Ends,
-    readable: Readable,
-) -> None:
-    run = block.runs[0]
-    start, end, horizon = (int(run[name]) for name in ("start_seqno", "end_seqno", "horizon"))
-    if len(block.runs) != 1 or int(run["partition"]) != partition or end != key_end:
-        words = f"the block has {len(block.runs)} runs, the first of partition {run['partition']} to {end}; its key says {partition} to {key_end}"
-        _say(report, partition, ends.high, key_end, words)
-        ends.high, ends.unread = key_end, True
-        return
-    if start > ends.high:
-        _say(report, partition, ends.high, start, "no block tells of these seqnos")
-    elif start < ends.high:
-        _say(report, partition, start, ends.high, "two blocks tell of these seqnos")
-    else:
-        readable.add(partition, start, end)
-    ends.high = end
-    ends.horizon = max(ends.horizon, horizon)
-    if ends.horizon == end:
-        ends.complete = end
-    purge = row.purge_seqno if row is not None else 0
-    if ends.horizon == end > purge and not last_rows(block)[0]:
-        words = f"the marker at {end} is not true: the row at {end} is missing"
-        _say(report, partition, start, end, words)
-    for name, _, pin in pins:
-        if start < pin < end or end <= pin < horizon:
-            words = f"cut {name} pins {pin}, merged across (horizon {horizon}): it is not exact any more"
-            _say(report, partition, start, end, words)
 
 
 def last_rows(block: Block) -> npt.NDArray[np.bool_]:
@@ -224,13 +389,6 @@ def problem_of(data: bytes) -> tuple[Block | None, str]:
         return decode_block(data), ""
     except InvalidArgumentError as error:
         return None, error.message
-
-
-ACTIVE, DEAD = 1, 4
-_STATES = range(1, 5)
-_IDENTITY, _PROOF = b"identity", b"clean_shutdown_proof"
-Items = Callable[[bytes], Iterator[tuple[bytes, bytes]]]
-"""Function of a table's name that yields its keys and values."""
 
 
 def check_identity(
@@ -287,164 +445,6 @@ def check_partition_rows(items: Items, report: Report) -> dict[int, PartitionRow
     return rows
 
 
-def check_aside(items: Items, rows: Mapping[int, PartitionRow], report: Report) -> None:
-    """Check the table ``aside``, and report dead partitions.
-
-    Args:
-        rows: of the checked partitions.
-    """
-    held: dict[int, list[tuple[int, int]]] = {}
-    counts: dict[int, int] = {}
-    for key, value in items(b"aside"):
-        if not keyspace.is_aside_key(key):
-            report(Finding(f"a block that is kept aside has the key {key.hex()}"))
-            continue
-        partition = int.from_bytes(key[:2], "big")
-        if partition not in rows:
-            continue
-        block, problem = problem_of(value)
-        if block is None or (block.runs["partition"] != partition).any():
-            words = (
-                f"a block that is kept aside is damaged: {problem or 'it is of another partition'}"
-            )
-            report(Finding(words, partition=partition))
-            continue
-        runs = zip(
-            block.runs["start_seqno"].tolist(), block.runs["end_seqno"].tolist(), strict=True
-        )
-        held.setdefault(partition, []).extend(runs)
-        counts[partition] = counts.get(partition, 0) + int(block.runs["count"].sum())
-    for partition, row in rows.items():
-        above = min((start for start, _ in held.get(partition, ())), default=None)
-        end = max((end for _, end in held.get(partition, ())), default=None)
-        kept = f"{counts.get(partition, 0)} rows of it are kept aside"
-        if row.state == DEAD:
-            report(Finding(f"it is dead: {row.reason}; {kept}", DAMAGE, partition, above, end))
-        elif held.get(partition):
-            report(Finding(f"{kept}, and it is not dead", NOTE, partition, above, end))
-
-
-def check_ends(
-    rows: Mapping[int, PartitionRow],
-    ends: Mapping[int, Ends],
-    highs: Mapping[int, int],
-    proof: Proof | None,
-    report: Report,
-) -> None:
-    """Compare rows and proof with the ends of the data in store and journal."""
-    for partition, row in rows.items():
-        high, found = highs.get(partition, 0), ends[partition]
-        if row.state == ACTIVE and found.horizon > found.high:
-            words = f"rows are missing that newer ones up to {found.horizon} superseded, the data ends at {found.high}"
-            _say(report, partition, found.high, found.horizon, words)
-        told = int(proof.highs[partition]) if proof is not None and row.state != DEAD else 0
-        if told > high:
-            words = f"the clean-shutdown proof says that it ends at {told}, its data ends at {high}"
-            _say(report, partition, high, told, words)
-        if row.purge_seqno > high:
-            words = f"its purge seqno is {row.purge_seqno}, its data ends at {high}"
-            _say(report, partition, high, row.purge_seqno, words)
-        newest = row.log.newest.seqno
-        if newest > high:
-            words = f"its failover log has a record at {newest}, its data ends at {high}"
-            _say(report, partition, high, newest, words)
-
-
-def check_consumers(
-    items: Items, rows: Mapping[int, PartitionRow], highs: Mapping[int, int], report: Report
-) -> None:
-    for key, value in items(b"consumers"):
-        name, partition = key[:-3], int.from_bytes(key[-2:], "big")
-        if not 4 <= len(key) <= NAME_BYTES_MAX + 3 or key[-3] or partition >= PARTITIONS:
-            report(Finding(f"a row of the consumers has the key {key.hex()}"))
-            continue
-        what = f"consumer {_name(name)}"
-        try:
-            consumer = keyspace.unpack_consumer(key, value)
-            _check_saved(key, consumer.position or b"")
-        except (DataDamagedError, struct.error) as error:
-            report(Finding(f"{what}: {error}", partition=partition))
-            continue
-        _check_seqno(what, partition, consumer.failover_id, consumer.seqno, rows, highs, report)
-
-
-def check_producers(
-    items: Items, rows: Mapping[int, PartitionRow], highs: Mapping[int, int], report: Report
-) -> None:
-    """Check the tables of producers, and that ``producers`` and ``producer_times`` have the same ones."""
-    times: dict[bytes, int] = {}
-    for key, _ in items(b"producer_times"):
-        if not 9 <= len(key) <= NAME_BYTES_MAX + 8:
-            report(Finding(f"a row of the producers' times has the key {key.hex()}"))
-            continue
-        time, name = keyspace.unpack_producer_time_key(key)
-        if times.setdefault(name, time) != time:
-            report(Finding(f"producer {_name(name)} is there with two times"))
-    seen: set[bytes] = set()
-    for key, value in items(b"producers"):
-        name = key[: key.find(b"\0")]
-        what = f"producer {_name(name)}"
-        if not 0 < len(name) <= NAME_BYTES_MAX or len(key) not in (len(name) + 1, len(name) + 3):
-            report(Finding(f"a row of the producers has the key {key.hex()}"))
-            continue
-        if len(key) > len(name) + 1:
-            _check_numbers(key, value, what, rows, highs, report)
-            continue
-        seen.add(name)
-        try:
-            told = keyspace.unpack_producer_seen(key, value)
-            if name in times and times[name] != told.time:
-                report(Finding(f"{what} was seen at {told.time}, the index says {times[name]}"))
-        except DataDamagedError as error:
-            report(Finding(f"{what}: {error}"))
-    for key, value in items(b"replaced"):
-        name = key[: key.find(b"\0")]
-        if 0 < len(name) <= NAME_BYTES_MAX and len(key) == len(name) + 3:
-            what = f"what was replaced of producer {_name(name)}"
-            _check_numbers(key, value, what, rows, highs, report)
-        else:
-            report(Finding(f"a row of the replaced numbers has the key {key.hex()}"))
-    for name in sorted(seen ^ times.keys()):
-        report(Finding(f"producer {_name(name)} is in one of its two tables only"))
-
-
-def _check_numbers(
-    key: bytes,
-    value: bytes,
-    what: str,
-    rows: Mapping[int, PartitionRow],
-    highs: Mapping[int, int],
-    report: Report,
-) -> None:
-    """Check a producer's numbers in the partitions of a slot."""
-    try:
-        table = keyspace.unpack_producer(key, value)
-    except DataDamagedError as error:
-        report(Finding(f"{what}: {error}"))
-        return
-    for partition, _, failover_id, start, end in table.tolist():
-        if end < start:
-            report(Finding(f"{what}: its seqnos run backwards", partition=partition))
-        _check_seqno(what, partition, failover_id, end, rows, highs, report)
-
-
-def _check_seqno(
-    what: str,
-    partition: int,
-    failover_id: int,
-    seqno: int,
-    rows: Mapping[int, PartitionRow],
-    highs: Mapping[int, int],
-    report: Report,
-) -> None:
-    row, high = rows.get(partition), highs.get(partition, 0)
-    # Under an older id, what lay above the next record was undone, and may have been acknowledged.
-    if row is None or row.log.newest.failover_id != failover_id or row.state != ACTIVE:
-        return
-    if seqno > high:
-        _say(report, partition, high, seqno, f"{what} is at {seqno}, the data ends at {high}")
-
-
 def _check_saved(key: bytes, stored: bytes) -> None:
     if not stored:
         return
@@ -484,35 +484,12 @@ def check_cuts(items: Items, now: int, report: Report) -> dict[int, list[tuple[s
     return pins
 
 
-def check_pin_ids(
-    pins: Mapping[int, list[tuple[str, int, int]]],
-    rows: Mapping[int, PartitionRow],
-    highs: Mapping[int, int],
-    report: Report,
-) -> None:
-    """Check that pins are in the partition's history."""
-    for partition, several in pins.items():
-        row: Any = rows.get(partition)
-        for name, failover_id, seqno in several:
-            end = highs.get(partition, 0)
-            if row is not None and failover_id in row.log:
-                following = row.log.next_after(failover_id)
-                end = end if following is None else min(end, following.seqno)
-            if seqno > end:
-                words = (
-                    f"cut {name} pins {seqno}, its history ends at {end}: it is not exact any more"
-                )
-                _say(report, partition, end, seqno, words)
-
-
 class JournalCheck:
     """Check of a journal, in one pass, without changing it.
 
     Args:
-        folder: the bucket's folder.
-        version: the bucket's version.
         rows: the partition rows that can be read.
-        ends: the end of each partition's stored part; ``run`` advances it.
+        store: the check of the store; ``run`` adds to its ends and readable ranges.
         wanted: the partitions to check.
         tick: called now and then, as a sign of progress.
     """
@@ -522,18 +499,17 @@ class JournalCheck:
         folder: Path,
         version: int,
         rows: Mapping[int, PartitionRow],
-        ends: dict[int, Ends],
+        store: StoreCheck,
         wanted: frozenset[int],
         report: Report,
-        readable: Readable,
         tick: Callable[[], None],
     ) -> None:
         self._tick = tick
         self._folder = folder
         self._version = version
         self._report = report
-        self._readable = readable
-        self._ends = ends
+        self._readable = store.readable
+        self._ends = store.ends
         self._high = np.zeros(PARTITIONS, np.uint64)
         self._horizon = np.zeros(PARTITIONS, np.uint64)
         self._purge = np.zeros(PARTITIONS, np.uint64)
@@ -542,7 +518,9 @@ class JournalCheck:
         for partition, row in rows.items():
             # The row decides where the journal continues, as at a start.
             self._high[partition] = row.stored_high
-            self._horizon[partition] = ends[partition].horizon if partition in ends else 0
+            self._horizon[partition] = (
+                self._ends[partition].horizon if partition in self._ends else 0
+            )
             self._purge[partition] = row.purge_seqno
             self._first[partition] = row.first_commit
             self._lost[partition] = row.state == DEAD or partition not in wanted
@@ -550,7 +528,7 @@ class JournalCheck:
         self.holds_more = False
 
     def run(self, *, needed: bool) -> None:
-        """Check everything; afterwards ``ends`` includes the journal.
+        """Check everything; afterwards the ends include the journal.
 
         Args:
             needed: whether a segment must exist, because there is no proof and every start leaves one.

@@ -27,23 +27,16 @@ from upr.storage.check.contents import (
     Ends,
     Finding,
     JournalCheck,
-    Readable,
     Report,
-    check_aside,
-    check_blocks,
-    check_consumers,
+    StoreCheck,
     check_cuts,
-    check_ends,
     check_identity,
     check_partition_rows,
-    check_pin_ids,
-    check_producers,
 )
 from upr.storage.check.trees import check_pages
 from upr.storage.keyspace import (
     HASHED,
     TABLES,
-    PartitionRow,
     block_key,
     hashes_hold,
     partition_key,
@@ -88,8 +81,6 @@ class _Worker:
         self._partition: int | None = None
         self._ticked = 0.0
         self._seen = 0
-        self._env: Any = None
-        self._txn: Any = None
 
     def _report(self, finding: Finding) -> None:
         self._send(finding=finding.to_json())
@@ -110,35 +101,44 @@ class _Worker:
             self._at("pages")
             self._check_file()
         self._at("rows")
-        self._open()
+        with (
+            closing(
+                lmdb.open(
+                    str(self._store),
+                    map_size=map_bytes(self._store),
+                    max_dbs=len(TABLES) + 2,
+                    readonly=True,
+                    lock=False,
+                    readahead=False,
+                )
+            ) as self._env,
+            self._env.begin() as self._txn,
+        ):
+            self._check_tables(first)
+        self._send(end=True)
+
+    def _check_tables(self, first: bool) -> None:
         quiet: Report = self._report if first else _ignore
         identity, proof = check_identity(self._items, self._folder.name, quiet)
         if identity is not None:
             self._send(name=identity.name)
         rows = check_partition_rows(self._items, quiet)
         pins = check_cuts(self._items, time.time_ns() // 1000, quiet)
-        readable = Readable()
-        ends = self._check_partitions(rows, pins, readable)
+        wanted = frozenset(self._task.partitions)
+        chosen = {p: row for p, row in rows.items() if p in wanted}
+        pins = {p: several for p, several in pins.items() if p in wanted}
+        store = StoreCheck(self._items, chosen, pins, self._report)
+        self._check_partitions(store)
         self._at("journal")
         version = identity.version if identity is not None else int(self._folder.name, 16)
-        wanted = frozenset(self._task.partitions)
-        journal = JournalCheck(
-            self._folder, version, rows, ends, wanted, self._report, readable, self._tick
-        )
+        journal = JournalCheck(self._folder, version, rows, store, wanted, self._report, self._tick)
         journal.run(needed=proof is None)
-        self._send(readable=readable.ranges)
+        self._send(readable=store.readable.ranges)
         self._at("what rows say of the data")
         if proof is not None and proof.flushed and journal.holds_more:
             words = "the proof says that everything was stored at shutdown, the journal holds more"
             self._report(Finding(words, file="journal"))
-        chosen = {p: row for p, row in rows.items() if p in wanted}
-        highs = {p: max(ends[p].high, row.stored_high) for p, row in chosen.items()}
-        check_aside(self._items, chosen, self._report)
-        check_ends(chosen, ends, highs, proof, self._report)
-        check_pin_ids({p: pins[p] for p in pins if p in wanted}, rows, highs, self._report)
-        check_consumers(self._items, chosen, highs, self._report)
-        check_producers(self._items, chosen, highs, self._report)
-        self._send(end=True)
+        store.check_rows(proof)
 
     def _check_file(self) -> None:
         where = f"store/{DATA_FILE}"
@@ -155,23 +155,6 @@ class _Worker:
             self._report(Finding(error.message, file=where))
         except OSError as error:
             self._report(Finding(f"it cannot be read: {error.strerror}", file=where))
-
-    def _open(self) -> None:
-        self._env = lmdb.open(
-            str(self._store),
-            map_size=map_bytes(self._store),
-            max_dbs=len(TABLES) + 2,
-            readonly=True,
-            lock=False,
-            readahead=False,
-        )
-        self._txn = self._env.begin()
-
-    def close(self) -> None:
-        if self._txn is not None:
-            self._txn.abort()
-        if self._env is not None:
-            self._env.close()
 
     def _table(self, name: bytes) -> Any:
         try:
@@ -191,31 +174,18 @@ class _Worker:
             except lmdb.Error as error:
                 self._report(Finding(f"table {name.decode()} cannot be read on: {error}"))
 
-    def _check_partitions(
-        self,
-        rows: dict[int, PartitionRow],
-        pins: dict[int, list[tuple[str, int, int]]],
-        readable: Readable,
-    ) -> dict[int, Ends]:
-        ends: dict[int, Ends] = {}
+    def _check_partitions(self, store: StoreCheck) -> None:
         table = self._table(b"blocks")
         if table is None:
             self._report(Finding("the table of blocks is missing"))
-            return {partition: Ends() for partition in self._task.partitions}
+            store.ends.update({partition: Ends() for partition in self._task.partitions})
+            return
         for partition in self._task.partitions:
             self._at("blocks", partition)
             blocks = self._blocks(table, partition)
-            ends[partition] = check_blocks(
-                partition,
-                rows.get(partition),
-                blocks,
-                pins.get(partition, ()),
-                self._report,
-                readable,
-                self._hashes(partition),
-            )
-            if partition in readable.ranges:
-                self._send(readable={partition: readable.ranges[partition]})
+            store.check_blocks(partition, blocks, self._hashes(partition))
+            if partition in store.readable.ranges:
+                self._send(readable={partition: store.readable.ranges[partition]})
         self._at("blocks")
         there = self._txn.stat(table)["entries"]
         if len(self._task.partitions) == 1024 and there != self._seen:
@@ -223,7 +193,6 @@ class _Worker:
                 f"the table of blocks has {there} entries, {self._seen} are blocks of a partition"
             )
             self._report(Finding(words))
-        return ends
 
     def _hashes(self, partition: int) -> Iterable[tuple[int, bytes]]:
         """Return the hashes of a partition's keys; none when the next start drops them all."""
@@ -261,17 +230,14 @@ def _ignore(_: Finding) -> None:
 
 def check_bucket(task: Task, send: Send) -> None:
     """Check one bucket in this process, and send progress and findings."""
-    worker = _Worker(task, send)
     try:
-        worker.run()
+        _Worker(task, send).run()
     except DataDirectoryError as error:
         send(unusable=str(error))
     except Exception as error:
         # Any exception of the code that reads damaged bytes is a finding of damage.
         send(finding=Finding(f"reading ends here: {type(error).__name__}: {error}").to_json())
         send(end=False)
-    finally:
-        worker.close()
 
 
 def main() -> None:
