@@ -30,7 +30,7 @@ _NODE = struct.Struct("<HHHH")
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META_BYTES = HEADER.size + _META.size + 2 * _TREE.size + _TAIL.size
 _PAGE_SIZES = {2**n for n in range(9, 16)}
-_DEPTH_MAX = 32
+DEPTH_MAX = 32
 MAP_BYTES_MIN = 64 * 2**30
 MAP_BYTES_USUAL = 3 * 2**40
 MAP_BYTES = 16 * 2**40
@@ -251,7 +251,7 @@ class PageFile:
     def leaves(self, tree: Tree) -> Iterator[Node]:
         """Yield the entries of all leaves of a tree in order, or raise PageDamage."""
         if tree.root != NO_PAGE:
-            if tree.depth > _DEPTH_MAX:
+            if tree.depth > DEPTH_MAX:
                 raise PageDamage(f"a tree says that it is {tree.depth} pages deep")
             yield from self._leaves_under(tree.root, tree.depth)
 

@@ -14,6 +14,7 @@ import numpy as np
 from upr.storage.keyspace import TABLES
 from upr.storage.lmdb_pages import (
     BRANCH,
+    DEPTH_MAX,
     HEADER,
     LEAF,
     NO_PAGE,
@@ -26,7 +27,6 @@ from upr.storage.lmdb_pages import (
     parse_tree,
 )
 
-_DEPTH_MAX = 32
 _BY_NUMBER = 0x08
 _COUNTS = "branch_pages", "leaf_pages", "overflow_pages", "entries"
 _Sink = Callable[[str, int | None], None]
@@ -36,7 +36,6 @@ def check_pages(file: PageFile, report: _Sink, tick: Callable[[], None] = lambda
     """Check the metas and all trees of a data file.
 
     Args:
-        file: open.
         report: called with words and the page's number, if one is meant, for every contradiction.
         tick: called for every page, as a sign of progress.
     """
@@ -125,50 +124,40 @@ class _Walk:
 
     def _walk(self, what: str, tree: Tree, *, by_number: bool) -> list[Node]:
         """Check one tree; returns the entries of its leaves that are tables."""
-        counted = Counter[str]()
-        tables: list[Node] = []
+        self._by_number, self._counted, self._tables = by_number, Counter[str](), list[Node]()
         self._bad_page = None
         if tree.root == NO_PAGE:
             if tree.depth or tree.entries:
                 self._report(f"{what} is empty and says that it has {tree.entries} entries", None)
-            return tables
+            return []
         try:
-            self._under(tree.root, tree.depth, (None, None), by_number, counted, tables)
+            self._under(tree.root, tree.depth, None, None)
             told = tuple(getattr(tree, name) for name in _COUNTS)
-            found = tuple(counted[name] for name in _COUNTS)
+            found = tuple(self._counted[name] for name in _COUNTS)
             if told != found:
                 raise PageDamage(
                     f"it says that it has {told} branch pages, leaf pages, overflow pages and entries, there are {found}"
                 )
         except PageDamage as damage:
             self._report(f"{what}: {damage}", self._bad_page)
-        return tables
+        return self._tables
 
-    def _under(
-        self,
-        number: int,
-        depth: int,
-        bounds: tuple[bytes | None, bytes | None],
-        by_number: bool,
-        counted: Counter[str],
-        tables: list[Node],
-    ) -> None:
-        """Check a page and its subtree; its keys must be at least ``bounds[0]`` and below ``bounds[1]``."""
+    def _under(self, number: int, depth: int, low: bytes | None, high: bytes | None) -> None:
+        """Check a page and its subtree; its keys must be at least ``low`` and below ``high``."""
         self._bad_page = number
         self._tick()
         data = self._file.page(number)
         self._use(number, 1)
         kind = HEADER.unpack_from(data)[2]
-        if not 1 <= depth <= _DEPTH_MAX or kind != (LEAF if depth == 1 else BRANCH):
+        if not 1 <= depth <= DEPTH_MAX or kind != (LEAF if depth == 1 else BRANCH):
             raise PageDamage(
                 f"page {number} has flags {kind:#x}, {depth - 1} levels above the leaves"
             )
         nodes = self._file.nodes(number, data)
         if len(nodes) < (1 if kind == LEAF else 2):
             raise PageDamage(f"page {number} has {len(nodes)} entries")
-        # The first child of a branch holds what is below the second's key, whatever its own key says.
-        keys = [_order(node.key, by_number) for node in nodes]
-        low, high = bounds
+        # As LMDB sorts them. The first child of a branch holds what is below the second's key, whatever its own key says.
+        keys = [node.key[::-1] if self._by_number else node.key for node in nodes]
         ranked = keys if kind == LEAF else keys[1:]
         edges = [*([low] if low is not None else []), *ranked]
         for left, right in itertools.pairwise(edges):
@@ -177,27 +166,22 @@ class _Walk:
         if high is not None and ranked and ranked[-1] >= high:
             raise PageDamage(f"page {number} has a key that belongs into a later page")
         if kind == LEAF:
-            counted["leaf_pages"] += 1
-            counted["entries"] += len(nodes)
-            self._leaf(nodes, counted, tables)
+            self._counted["leaf_pages"] += 1
+            self._counted["entries"] += len(nodes)
+            self._leaf(nodes)
             return
-        counted["branch_pages"] += 1
+        self._counted["branch_pages"] += 1
         for i, node in enumerate(nodes):
-            below = (keys[i] if i else low, keys[i + 1] if i + 1 < len(nodes) else high)
-            self._under(node.child, depth - 1, below, by_number, counted, tables)
+            above = keys[i + 1] if i + 1 < len(nodes) else high
+            self._under(node.child, depth - 1, keys[i] if i else low, above)
 
-    def _leaf(self, nodes: list[Node], counted: Counter[str], tables: list[Node]) -> None:
+    def _leaf(self, nodes: list[Node]) -> None:
         for node in nodes:
             if node.flags & ~3:
                 raise PageDamage(f"an entry has flags {node.flags:#x}")
             if node.flags & SUB_TREE:
-                tables.append(node)
+                self._tables.append(node)
             first, pages = self._file.overflow(node)
             if pages:
                 self._use(first, pages)
-                counted["overflow_pages"] += pages
-
-
-def _order(key: bytes, by_number: bool) -> bytes:
-    """Return a key that sorts as LMDB sorts this one."""
-    return key[::-1] if by_number else key
+                self._counted["overflow_pages"] += pages
