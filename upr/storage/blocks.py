@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from upr.storage import keyspace
-from upr_protocol.block import I64, RUN, U32, U64, FurtherColumn, Runs, make_runs
+from upr_protocol.block import I64, RUN, RUN_FIELDS, U32, U64, FurtherColumn, Runs, make_runs
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, RUN_SPAN_MAX
 from upr_protocol.wire.codec import (
@@ -37,8 +37,6 @@ FEW_RUNS = 4
 HEAD_BYTES = 2 + RUN.itemsize
 PEEK_BYTES = 128
 """Bytes in front of a block that also hold its uncompressed size."""
-RUN_HEAD = struct.Struct("<IIQQQ")
-"""First five fields of a record of the run table: partition, rows, start, end, horizon."""
 _CHECKSUMS = (b"\x4d", b"\x55")
 _BEGINNING = b"\x0a" + bytes([RUN.itemsize])
 """An encoded block begins with field 1, its run table; a stored block has one run."""
@@ -78,7 +76,7 @@ def head_of(value: bytes | memoryview, size: int, partition: int, end: int) -> H
     """
     if len(value) < HEAD_BYTES or value[:2] != _BEGINNING:
         raise DataDamagedError(f"partition {partition}: the block that ends at {end} has no head")
-    owner, rows, start, told_end, horizon = RUN_HEAD.unpack_from(value, 2)
+    owner, rows, start, told_end, horizon, _ = RUN_FIELDS.unpack_from(value, 2)
     # Columns follow in a block that is not compressed, checksums in one that is.
     compressed = value[HEAD_BYTES : HEAD_BYTES + 1] in _CHECKSUMS
     plain = plain_bytes(bytes(value), size) if compressed else size
@@ -89,14 +87,10 @@ def head_of(value: bytes | memoryview, size: int, partition: int, end: int) -> H
 
 
 def own_head(data: bytes, partition: int) -> tuple[Head, Runs]:
-    """Return a block's head and its run table.
-
-    Raises:
-        DataDamagedError: it is no block of one run of the partition.
-    """
+    """Return a block's head and its run table; DataDamagedError if it is no block of one run of the partition."""
     if len(data) < HEAD_BYTES:
         raise DataDamagedError(f"partition {partition}: a stored block of {len(data)} bytes")
-    end = RUN_HEAD.unpack_from(data, 2)[3]
+    end = RUN_FIELDS.unpack_from(data, 2)[3]
     return head_of(data, len(data), partition, end), np.frombuffer(data, RUN, 1, 2)
 
 
@@ -208,8 +202,6 @@ class Replacement:
     hashes: Sequence[bytes] = ()
 
 
-_TIME = struct.Struct("<Q")
-_TIME_AT = 2 + RUN.fields["time"][1]  # type: ignore[index]
 _TABLE_CRC = 10
 
 
@@ -288,7 +280,7 @@ class BlockCursor:
         ):
             # A wrong time would misdirect a search unnoticed.
             raise DataDamagedError(f"the table of the block that ends at {end} has changed")
-        return StoredBlock(head.start, end, head.rows, _TIME.unpack_from(value, _TIME_AT)[0])
+        return StoredBlock(head.start, end, head.rows, RUN_FIELDS.unpack_from(value, 2)[5])
 
     def hashes(self, partition: int, end: int, above: int, most: int) -> BlockHashes:
         """Return the hashes of neighbouring blocks, newest first, from the block that ends at a seqno on.
@@ -324,11 +316,7 @@ class BlockCursor:
         return BlockHashes(starts, ends, row_ends, np.frombuffer(b"".join(found), "<u4"))
 
     def data(self, partition: int, end: int) -> bytes:
-        """Return a copy of the block that ends at a seqno.
-
-        Raises:
-            DataDamagedError: there is none.
-        """
+        """Return a copy of the block that ends at a seqno; DataDamagedError if there is none."""
         if not self._cursor.set_key(keyspace.block_key(partition, end)):
             raise DataDamagedError(
                 f"partition {partition}: the block that ends at {end} is missing"

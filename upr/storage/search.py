@@ -29,7 +29,6 @@ from upr.storage.blocks import (
     KEY_OFFSETS,
     KEYS,
     OPS,
-    RUN_HEAD,
     SEQNOS,
     TIMES,
     VALUE_OFFSETS,
@@ -47,7 +46,7 @@ from upr.storage.blocks import (
     keys_of,
 )
 from upr.storage.store import Store
-from upr_protocol.block import I64, OP_DELETE, U32, U64, Runs, row_bounds
+from upr_protocol.block import I64, OP_DELETE, RUN_FIELDS, U32, U64, Runs, row_bounds
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.partitioning import partition_of
 
@@ -126,22 +125,14 @@ class Lookup:
             del self._open[partition]
 
     def search(self, block: Encoded) -> None:
-        """Search all rows of a block of one partition, which is newer than those that are searched later.
-
-        Args:
-            block: checked.
-        """
+        """Search all rows of a checked block of one partition, which is newer than those that are searched later."""
         keys = self._open.get(int(block.runs["partition"][0]))
         if keys and int(block.runs["count"][0]):
             rows = pc.is_in(keys_of(block), value_set=pa.array(list(keys), pa.binary()))
             self.take(block, np.flatnonzero(rows.to_numpy(zero_copy_only=False)).tolist())
 
     def take(self, block: Encoded, rows: Sequence[int]) -> None:
-        """Take the keys out of rows of a block that may have them, ascending; other rows do not matter.
-
-        Args:
-            block: checked, and newer than those that are searched later.
-        """
+        """Take keys out of rows, ascending, of a checked block that is newer than those that are searched later."""
         (data, spans), runs = block.opened(), block.runs
         # Where each column begins; -1 for one that is empty.
         seqnos, ops, key_edges, keys, value_edges, values = (
@@ -507,7 +498,7 @@ class StoreSearch:
             count = int(known.row_ends[place]) - (int(known.row_ends[place - 1]) if place else 0)
             data = cursor.data(partition, end)
             block = checked(data)
-            if RUN_HEAD.unpack_from(data, 2)[:4] != (partition, count, start, end):
+            if RUN_FIELDS.unpack_from(data, 2)[:4] != (partition, count, start, end):
                 return size + self._search_whole(cursor, partition, end)
             size += len(data)
             self._lookup.take(block, rows)
