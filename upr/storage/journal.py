@@ -442,16 +442,11 @@ class Journal:
         return len(record)
 
     def _write(self, fd: int, data: bytes) -> None:
-        view = memoryview(data)
-        half = len(data) // 2
+        view, half = memoryview(data), len(data) // 2
         os.lseek(fd, self._size, os.SEEK_SET)
-        at = 0
-        while at < len(data):
-            if at < half:
-                at += os.write(fd, view[at:half])
-                failpoints.hit("journal.half_append")
-            else:
-                at += os.write(fd, view[at:])
+        _write_whole(fd, view[:half])
+        failpoints.hit("journal.half_append")
+        _write_whole(fd, view[half:])
 
     def _take_back(self, fd: int) -> None:
         try:
@@ -494,7 +489,6 @@ class Journal:
         del self._segments[0]
 
     def close(self) -> None:
-        """Close the newest segment."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -511,7 +505,7 @@ def lost(path: Path, opened: os.stat_result, what: str) -> str:
     return ""
 
 
-def _write_whole(fd: int, data: bytes) -> None:
+def _write_whole(fd: int, data: bytes | memoryview) -> None:
     """Write all bytes: one call may write less, as on a nearly full disk."""
     view = memoryview(data)
     while view:
