@@ -298,11 +298,7 @@ def _undo(
     lost = [partition for partition, one in undo.items() if one.lost]
     # What the upstream has too, between the marker and its seqno, is only received anew.
     limit[lost] = [max(markers[partition], undo[partition].seqno) for partition in lost]
-    entries = [
-        entry.only(above)
-        for entry in result.entries
-        if (above := entry.runs["end_seqno"] > limit[entry.runs["partition"]]).any()
-    ]
+    entries = _above(result.entries, limit)
     stored = {p: [head.end for head in blocks[p] if head.end > limit[p]] for p in lost}
     result.undone = entries, {p: ends for p, ends in stored.items() if ends}
     _cut_off(result, result.complete, chosen, whole)
@@ -386,11 +382,7 @@ def _cut_off(
     limit[above] = complete[above]
     stored = table.stored.copy()
     for part in (limit if whole is None else np.minimum(limit, whole), limit):
-        staying = [
-            entry.only(above_stored)
-            for entry in _up_to(result.entries, part)
-            if (above_stored := entry.runs["end_seqno"] > stored[entry.runs["partition"]]).any()
-        ]
+        staying = _above(_up_to(result.entries, part), stored)
         if staying:
             chunks = [make_chunk([Encoded(entry.runs, entry.data) for entry in staying])]
             merged = merge_slice(chunks, FlushSlice(0, PARTITIONS, 0, 1), stored)
@@ -424,3 +416,12 @@ def _up_to(entries: Iterable[TailEntry], limit: U64) -> Iterable[TailEntry]:
         keep = entry.runs["end_seqno"] <= limit[entry.runs["partition"]]
         if keep.any():
             yield entry.only(keep)
+
+
+def _above(entries: Iterable[TailEntry], limit: U64) -> list[TailEntry]:
+    """Return what ``_up_to`` leaves out."""
+    return [
+        entry.only(keep)
+        for entry in entries
+        if (keep := entry.runs["end_seqno"] > limit[entry.runs["partition"]]).any()
+    ]
