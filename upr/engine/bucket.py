@@ -57,11 +57,7 @@ class FlushPlan:
     _producers: NewestNumbers | None = None
 
     def prepare(self) -> list[FlushSlice]:
-        """Check and sort the entries' rows, and return the slices to be merged, in order.
-
-        Raises:
-            CorruptBlockError: an entry's bytes changed since they were checked when they came in.
-        """
+        """Return the slices to merge, in order; CorruptBlockError if an entry's bytes changed since they came in."""
         for entry in self.entries:
             check_encoded(entry.data)
         self._chunks = list(chunks_of([Encoded(entry.runs, entry.data) for entry in self.entries]))

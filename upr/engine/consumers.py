@@ -79,11 +79,7 @@ class Saves:
         self._waiting: list[Save] = []
 
     def add(self, save: Save) -> None:
-        """Append a save.
-
-        Raises:
-            TooManyError: its consumer is not registered, and CONSUMERS_MAX others are.
-        """
+        """Append a save; TooManyError if its consumer is not registered, and CONSUMERS_MAX others are."""
         if save.positions is not None:
             self._consumers.check_room({save.name, *(other.name for other in self._waiting)})
         self._waiting.append(save)
@@ -150,11 +146,7 @@ NO_LIMIT: Final = np.iinfo(np.uint64).max
 
 
 def read_positions(data: bytes) -> tuple[I64, U64]:
-    """Return the partitions and seqnos of an Ack.
-
-    Raises:
-        InvalidArgumentError: its size is none that positions add up to, or one of them is out of range.
-    """
+    """Return the partitions and seqnos of an Ack; InvalidArgumentError if it is malformed, or one is out of range."""
     if len(data) % POSITION.itemsize or len(data) > PARTITIONS * POSITION.itemsize:
         raise InvalidArgumentError(
             f"Ack is {len(data)} bytes; must be a multiple of {POSITION.itemsize}, for at most {PARTITIONS} positions"

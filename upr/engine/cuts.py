@@ -204,11 +204,7 @@ class Cuts:
                 cut.fences = (*cut.fences, entry)
 
     def renew(self, name: str, lease: int | None, now: int) -> Cut:
-        """Renew a cut's lease; None keeps its length.
-
-        Raises:
-            CutNotFoundError: there is none of that name, or its lease has ended.
-        """
+        """Renew a cut's lease; None keeps its length. CutNotFoundError where there is none, or its lease has ended."""
         cut = self._named.get(name)
         if cut is None or not cut.durable or self._ended(cut, now):
             raise CutNotFoundError(

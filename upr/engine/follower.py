@@ -108,11 +108,7 @@ STEPS_AT_ONCE: Final = 4
 
 
 class Follower:
-    """Streams of one Follow call, with the position of each, and the next frame.
-
-    Args:
-        wake: called when a frame may be ready again.
-    """
+    """Streams of one Follow call, and the next frame; ``wake`` is called when one may be ready again."""
 
     def __init__(
         self, bucket: Bucket, options: FollowOptions, credit: CreditWindow, wake: Callable[[], None]

@@ -395,9 +395,7 @@ def fenced(what: str) -> FencedError:
 class Hold:
     """Hold on partitions during a save: until ``let_go`` they are granted to no other member.
 
-    Attributes:
-        allowed: which of the requested partitions may be saved, shape (n,).
-        partitions: those.
+    They are those of the requested ones that may be saved: ``allowed`` tells which, shape (n,).
     """
 
     name: str

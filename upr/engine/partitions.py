@@ -115,11 +115,7 @@ class Partitions:
         self._records = None
 
     def epochs_at(self, seqnos: U64) -> U64:
-        """Return the epoch of the record under which the row at a seqno of each partition was given; 0 at seqno 0.
-
-        Args:
-            seqnos: shape (1024,).
-        """
+        """Return the epoch under whose record each partition's row at a seqno was given, shape (1024,); 0 at 0."""
         if self._records is None:
             flat = [
                 (partition << SEQNO_BITS | record.seqno, record.epoch)
@@ -207,9 +203,6 @@ class Copies:
 
     A seqno is stable(k) when it is at or below a complete marker that is durable here and at k counted replicas. Only
     what they acknowledged in this term counts: a replica may have undone since what it acknowledged to an older owner.
-
-    Args:
-        markers: those that are durable here.
 
     Attributes:
         counted: directories of the replicas that count. Each server that could be promoted knows that they do.

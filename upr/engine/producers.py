@@ -214,12 +214,7 @@ class ProducerCall:
 
 
 class NewestNumbers:
-    """Newest producer numbers of consecutive tail entries, stored with their rows.
-
-    Args:
-        entries: oldest first.
-        logs: the partitions' failover logs.
-    """
+    """Newest producer numbers of consecutive tail entries, oldest first, stored with their rows."""
 
     def __init__(self, entries: Sequence[TailEntry], logs: Sequence[FailoverLog]) -> None:
         self._logs = logs

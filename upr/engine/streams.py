@@ -221,8 +221,6 @@ SUPERSEDED: Final = EndReason(
     "another call took over this consumer name",
     "give each consumer its own name",
 )
-
-
 LEASE_ENDED: Final = EndReason(
     "LEASE_ENDED",
     True,

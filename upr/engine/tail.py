@@ -391,11 +391,7 @@ class Tail:
         return max(self._bounds[window - 1], self.first) if window else self.first
 
     def find_time(self, time: int) -> int:
-        """Return the number of the first entry that was numbered at or after a time, ``end`` if there is none.
-
-        Args:
-            time: microseconds since the epoch.
-        """
+        """Return the number of the first entry of a time in microseconds or later, ``end`` if there is none."""
         self.close_open()
         return self.first + bisect_left(self._entries, time, key=lambda entry: entry.time)
 

@@ -647,8 +647,7 @@ class Examined:
     """Result of comparing the keys of a range: the rows that stay.
 
     Attributes:
-        partition: of the range.
-        heads: its blocks, oldest first.
+        heads: the range's blocks, oldest first.
         keep: a flag for each row, one array a block.
         lost: which part of each block's bytes older rows of keys have; a single value may be most of them.
         purge: the tombstones among the dropped rows.

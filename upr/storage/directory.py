@@ -90,11 +90,7 @@ def lock_directory(path: Path, *, make: bool) -> list[int]:
 
 
 def read_mark(path: Path) -> tuple[str, str]:
-    """Return the id of a data directory, and the cluster that it belongs to.
-
-    Raises:
-        DataDirectoryError: it is not of this program, or of another format.
-    """
+    """Return the id of a data directory, and its cluster; DataDirectoryError if program or format are others."""
     mark = path / _MARK
     try:
         text = json.loads(mark.read_text())

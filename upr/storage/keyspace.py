@@ -184,10 +184,7 @@ class CutRow:
 
 
 def seal(value: bytes, key: bytes) -> bytes:
-    """Return the value with a CRC32C at its end, which is over its key as well.
-
-    So a value under the key of another is detected.
-    """
+    """Return the value with a CRC32C of key and value at its end: under the key of another it is detected."""
     return value + _CRC.pack(google_crc32c.value(key + value))
 
 
@@ -199,12 +196,7 @@ def unseal(value: bytes, key: bytes, what: str) -> bytes:
 
 
 def hashes_hold(told: bytes | None, transaction: int) -> bool:
-    """Return whether the last transaction of a store was made by a program that knows the hashes of keys.
-
-    Args:
-        told: what the table ``meta`` has under ``hashed``.
-        transaction: the number of the last one.
-    """
+    """Return whether the last transaction's program knows the hashes of keys; ``told`` is what ``meta`` has of it."""
     return told == seal(transaction.to_bytes(8, "little"), HASHED)
 
 

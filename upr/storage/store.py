@@ -106,10 +106,7 @@ class Identity:
 
 
 def unpack_identity(body: bytes, what: str) -> Identity:
-    """Return the identity of a bucket.
-
-    Args:
-        what: the store, in the words of an error.
+    """Return the identity of a bucket; ``what`` is its store, in the words of an error.
 
     Raises:
         DataDirectoryError: the store has another format than this program knows.
@@ -246,12 +243,7 @@ class Store:
             self._put_partitions(txn, rows)
 
     def identity(self) -> Identity | None:
-        """Return the bucket's identity; None for an empty store.
-
-        Raises:
-            DataDirectoryError: the store has another format than this program knows.
-            DataDamagedError: the identity fails its checksum, or is malformed.
-        """
+        """Return the bucket's identity, None for an empty store; or raise as ``unpack_identity``."""
         body = self._told(_IDENTITY, f"{self._folder}: identity")
         return None if body is None else unpack_identity(body, f"the store {self._folder}")
 
@@ -595,22 +587,14 @@ class Store:
         return behind + max(end - self.used_bytes(), 0) // 2
 
     def producer_number(self, name: bytes) -> int:
-        """Return the largest stored number of a producer, 0 for none.
-
-        Raises:
-            DataDamagedError: it cannot be read.
-        """
+        """Return the largest stored number of a producer, 0 for none; DataDamagedError if it cannot be read."""
         key = keyspace.producer_key(name)
         with self._env.begin() as txn:
             value = txn.get(key, db=self._producers)
         return keyspace.unpack_producer_seen(key, bytes(value)).last_number if value else 0
 
     def producer_rows(self, name: bytes) -> dict[int, ProducerRow]:
-        """Return a producer's rows by partition.
-
-        Raises:
-            DataDamagedError: a row cannot be read.
-        """
+        """Return a producer's rows by partition; DataDamagedError if one cannot be read."""
         rows = {}
         with self._env.begin() as txn, txn.cursor(db=self._producers) as cursor:
             for key in keys_of(cursor, name):

@@ -60,11 +60,7 @@ class UndoneFile:
     partitions: int = 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the mutations, in the order of the file; see the module.
-
-        Raises:
-            DataDamagedError: a line cannot be read.
-        """
+        """Yield the mutations in order, see the module; DataDamagedError if a line cannot be read."""
         with self.path.open() as lines:
             next(lines, None)
             for number, line in enumerate(lines, 2):
@@ -132,21 +128,13 @@ def _head(identity: Identity, now: int, **more: Any) -> str:
 
 
 def undone_files(folder: Path) -> list[UndoneFile]:
-    """Return the files under a data directory, oldest first.
-
-    Raises:
-        DataDamagedError: the first line of one cannot be read.
-    """
+    """Return the files under a data directory, oldest first; or raise as ``read_undone``."""
     found = [read_undone(path) for path in (folder / "undone").glob("*.jsonl")]
     return sorted(found, key=lambda one: (one.time, one.path.name))
 
 
 def read_undone(path: Path) -> UndoneFile:
-    """Return one file.
-
-    Raises:
-        DataDamagedError: its first line cannot be read.
-    """
+    """Return one file; DataDamagedError if its first line cannot be read."""
     with path.open() as lines:
         head = _parsed(path, 1, next(lines, ""))
     try:
