@@ -41,3 +41,6 @@ from upr_protocol.errors import UnknownOutcomeError as UnknownOutcomeError
 from upr_protocol.errors import UprError as UprError
 from upr_protocol.errors import WriteFailedError as WriteFailedError
 from upr_protocol.errors import WriteUndoneError as WriteUndoneError
+
+# For help() and the like, which leave out what other modules define.
+__all__ = [name for name in dir() if not name.startswith("_")]

@@ -364,7 +364,8 @@ class SqlitePositions:
         Raises:
             InvalidArgumentError: a partition is out of range, a position too large to be stored, your connection
                 cannot be used here, or a transaction is open on it.
-            PositionDamagedError, PositionBusyError, PositionStoreError: as in ``load``.
+            PositionDamagedError, PositionBusyError: as in ``load``.
+            PositionStoreError: they cannot be written.
         """
         rows = self._to_rows(positions)
         with self._mutex, self._opened() as connection:

@@ -17,9 +17,9 @@ class HasStatus(Protocol):
         """Return a snapshot."""
 
 
-Metrics = dict[str, tuple[str, Callable[[ChangesStatus], float | None]]]
+_Metrics = dict[str, tuple[str, Callable[[ChangesStatus], float | None]]]
 
-_GAUGES: Final[Metrics] = {
+_GAUGES: Final[_Metrics] = {
     "upr_changes_connected": ("Whether there is a call.", lambda s: s.connected),
     "upr_changes_partitions": ("Partitions that are followed.", lambda s: s.partitions),
     "upr_changes_live_partitions": ("Partitions with an open stream.", lambda s: s.live),
@@ -36,7 +36,7 @@ _GAUGES: Final[Metrics] = {
         lambda s: s.last_progress,
     ),
 }
-_COUNTERS: Final[Metrics] = {
+_COUNTERS: Final[_Metrics] = {
     "upr_changes_received": ("Changes received.", lambda s: s.changes),
     "upr_changes_reconnects": ("Calls that were lost.", lambda s: s.reconnects),
 }

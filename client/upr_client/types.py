@@ -14,3 +14,6 @@ from upr_client._sync.view import View as View
 from upr_client._sync.writer import Writer as Writer
 from upr_client.writes import WriteResult as WriteResult
 from upr_client.writes import WriteResults as WriteResults
+
+# For help() and the like, which leave out what other modules define.
+__all__ = [name for name in dir() if not name.startswith("_")]

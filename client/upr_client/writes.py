@@ -219,7 +219,7 @@ class Row:
 
 @dataclass(slots=True)
 class Bundle:
-    """Rows of one ``write_many`` that wait for their outcome: the runs that they were given, or why there are none."""
+    """Rows of one ``write_many`` that wait for their outcome: the runs that they were given, or why there are none; ``tell`` as of ``Row``."""
 
     block: Block
     tell: Callable[[], None]

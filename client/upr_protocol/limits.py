@@ -394,9 +394,10 @@ def parse_partitions(text: str) -> list[int]:
             )
         for end in ends:
             # Python refuses to convert thousands of digits.
+            shown = end if len(end) <= 20 else f"{end[:20]}..."
             if len(end) > 20 or int(end) >= PARTITIONS:
                 raise InvalidArgumentError(
-                    f"partition is {end[:20]}, it must be from 0 to {PARTITIONS - 1}"
+                    f"partition is {shown}, it must be from 0 to {PARTITIONS - 1}"
                 )
         low, high = map(int, ends)
         if low > high:

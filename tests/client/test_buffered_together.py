@@ -128,6 +128,16 @@ bucket.set(b"k", b"before")
 writer = bucket.writer(linger_seconds=600.0).__enter__()
 writer.set(b"k", b"parent")
 changes = bucket.changes(until="now")
+held, forked = threading.Event(), threading.Event()
+
+def hold():
+    with client._connection._mutex:
+        held.set()
+        forked.wait()
+
+# In the child this thread is not there, and the lock is held for ever.
+threading.Thread(target=hold).start()
+held.wait()
 child = os.fork()
 if child == 0:
     calls = [
@@ -148,6 +158,7 @@ if child == 0:
     client.close()
     print(f"child {failed}", flush=True)
     os._exit(0)
+forked.set()
 assert os.waitpid(child, 0)[1] == 0
 writer.__exit__(None, None, None)
 with client.bucket().changes(until="now") as changes:

@@ -34,7 +34,7 @@ def deliver(ledger: Ledger, runs: Sequence[tuple[int, Run]], branch: bytes = b"a
         np.array(horizons, np.uint64),
         np.array([h == e for h, e in zip(horizons, ends, strict=True)]),
     )
-    batch = ChangeBatch(blocks, delivery)
+    batch = ChangeBatch(blocks, delivery=delivery)
     ledger.hand_out(delivery, batch)
     return batch.changes
 

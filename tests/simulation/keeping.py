@@ -159,7 +159,7 @@ class Keeper:
         }[type(asked.request)]
         request = type(asked.request).FromString(asked.request.SerializeToString())
         asked.request = request
-        self._begin(method.__wrapped__(self._service, request, None), asked)
+        self._begin(method(self._service, request, None), asked)
 
     def save_acknowledged(self) -> None:
         """Have what was acknowledged stored, as the service does about once a second."""

@@ -65,6 +65,8 @@ class Cut:
 
 
 class Cuts:
+    """Cuts of one bucket."""
+
     def __init__(self) -> None:
         self._named: dict[str, Cut] = {}
         self._held: list[Cut] = []

@@ -93,6 +93,7 @@ def _name(producer: bytes, number: int) -> bytes:
 
 
 def encode_record(commit: Commit) -> bytes:
+    """Return a record's head, and the entries' heads and blocks behind it."""
     pieces: list[bytes] = []
     for entry in commit.entries:
         pieces += (_entry_head(entry) + _SIZE.pack(len(entry.block)), entry.block)

@@ -75,6 +75,8 @@ class Connection:
 
     Args:
         endpoints: at least one, to begin with; servers name others.
+        credentials: for TLS; None for plain channels.
+        token: sent with every call; None for none.
         channel: the channel to use instead, of the caller's; it is not closed here.
 
     Attributes:
@@ -132,6 +134,9 @@ class Connection:
     async def close(self) -> None:
         """Nothing can be asked any more; the channels that were made here are closed."""
         self.closed = True
+        if self.is_foreign:
+            # They are the other process's, and a thread that is not there may hold the mutex.
+            return
         with self._mutex:
             channels = list(self._channels.values())
             self._channels.clear()
@@ -152,6 +157,8 @@ class Connection:
 
     def stubs(self, route: Route | None = None) -> Stubs:
         """Return the services of the current endpoint of a route; None for that of calls to the active server."""
+        # Before the mutex: in a forked process a thread that is not there may hold it.
+        self.check_usable()
         route = route or self.active
         endpoint = route.current
         raw = self.raw(endpoint)
@@ -176,6 +183,7 @@ class Connection:
         return None if self._token is None else authorization(self._token)
 
     def learn(self, servers: Iterable[str]) -> None:
+        """Remember further servers of the set; see ``Servers.learn``."""
         with self._mutex:
             before = self._servers.all
             self._servers.learn(servers)

@@ -143,7 +143,11 @@ class AsyncView:
     # Reading.
 
     async def ready(self, seconds: float | None = None) -> bool:
-        """Wait until everything is there that was there at first; False when ``seconds`` passed before."""
+        """Wait until everything is there that was there at first; False when ``seconds`` passed before.
+
+        Raises:
+            UprError: following ended with it.
+        """
         if not await self._ready.wait(seconds):
             return False
         self._check()

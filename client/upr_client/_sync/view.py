@@ -144,7 +144,11 @@ class View:
     # Reading.
 
     def ready(self, seconds: float | None = None) -> bool:
-        """Wait until everything is there that was there at first; False when ``seconds`` passed before."""
+        """Wait until everything is there that was there at first; False when ``seconds`` passed before.
+
+        Raises:
+            UprError: following ended with it.
+        """
         if not self._ready.wait(seconds):
             return False
         self._check()

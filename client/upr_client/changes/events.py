@@ -150,7 +150,7 @@ class ChangeBatch:
 
     __slots__ = ("_changes", "_markers", "blocks", "delivery")
 
-    def __init__(self, blocks: list[Block], delivery: Delivery | None = None) -> None:
+    def __init__(self, blocks: list[Block], *, delivery: Delivery | None = None) -> None:
         self.blocks = blocks
         self.delivery = delivery
         self._markers: list[Marker] | None = None

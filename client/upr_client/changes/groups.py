@@ -195,6 +195,7 @@ class Ownership:
     """Ownership of a consumer, or a member's share: its view of the stored positions.
 
     Args:
+        consumer: the consumer's name; of a member the group's.
         member: its name; empty for a sole owner.
 
     Attributes:

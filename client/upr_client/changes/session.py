@@ -692,7 +692,7 @@ class Following:
         self.progress.received(delivery, self._clock.now())
         self._calls.brought()
         self._keys.add(delivery.blocks)
-        batch = ChangeBatch(delivery.blocks, delivery)
+        batch = ChangeBatch(delivery.blocks, delivery=delivery)
         self.taken = HandedOut(batch)
         return batch
 

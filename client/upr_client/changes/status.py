@@ -67,9 +67,9 @@ class ChangesStatus:
     reconnects: int
     rollbacks: Mapping[str, int]
     problems: Mapping[int, Problem]
-    member: str
-    generation: int
-    owned: int
+    member: str = ""
+    generation: int = 0
+    owned: int = 0
 
 
 class Progress:
@@ -79,7 +79,7 @@ class Progress:
         self.changes = 0
         self.reconnects = 0
         self.rollbacks: Counter[str] = Counter()
-        # ``since`` is when it began.
+        # In these ``since`` is the moment on that clock; ``status`` makes seconds ago of it.
         self._problems: dict[int, Problem] = {}
         self._last: float | None = None
         self._recent: deque[tuple[int, int]] = deque()

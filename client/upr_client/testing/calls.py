@@ -379,7 +379,9 @@ class FollowCall:
             self._start([*request.start.partitions, *_plain(request.start)])
         elif kind == "stop":
             for partition in request.stop.partitions:
-                self.end_stream(partition, problem("STOPPED", "the consumer stopped the stream"))
+                self.end_stream(
+                    partition, told_problem("STOPPED", "the consumer stopped the stream")
+                )
         elif kind == "credit":
             self._credit.give_back(request.credit.bytes)
         elif kind == "ack":
@@ -422,7 +424,7 @@ class FollowCall:
     def superseded_by(self, consumer: str) -> None:
         """Another call was opened with this consumer name: end this one if the name is its own."""
         if self.consumer == consumer and self._opening is not None:
-            self.end_call(problem("SUPERSEDED", "another call took over this consumer name"))
+            self.end_call(told_problem("SUPERSEDED", "another call took over this consumer name"))
 
     def _start(self, asked: Sequence[stream_pb2.StartPartition]) -> None:
         answers = [self._answer(one) for one in asked]
@@ -458,7 +460,7 @@ class FollowCall:
             seqno = begin = (
                 newest if asked.from_now else min(partition.first_since(asked.from_time), newest)
             )
-        self.end_stream(number, problem("STOPPED", "the stream was started anew"))
+        self.end_stream(number, told_problem("STOPPED", "the stream was started anew"))
         self._last_token += 1
         newest_id = partition.log.newest.failover_id
         exact = asked.HasField("until_exact")
@@ -516,7 +518,7 @@ class FollowCall:
         stream = self._streams.get(partition.number)
         if stream is not None and 0 < stream.seqno < partition.purge:
             words = f"the stream stands at {stream.seqno}, tombstones up to {partition.purge} are purged"
-            self.end_stream(partition.number, problem("PURGED", words, retriable=True))
+            self.end_stream(partition.number, told_problem("PURGED", words, retriable=True))
 
     def _say_ended(self, ended: stream_pb2.Ended) -> None:
         self._out.append(stream_pb2.FollowResponse(ended=ended))
@@ -547,7 +549,7 @@ class FollowCall:
             return self._heartbeat(now)
         if self._liveness.peer_is_gone(now):
             words = "the consumer said nothing for three heartbeat intervals"
-            self.end_call(problem("SILENT", words, retriable=True))
+            self.end_call(told_problem("SILENT", words, retriable=True))
             return self._out.popleft()
         return self._frame() or (self._out.popleft() if self._out else None)
 
@@ -604,12 +606,12 @@ class FollowCall:
         part = self.state.memory[number].next_part(stream.seqno, self._opening.key_prefix)
         if part is not None and stream.exact and part[0].horizon > (stream.until or 0):
             words = f"partition {number} is not to be had as of seqno {stream.until} any more"
-            self.end_stream(number, problem("SNAPSHOT_GONE", words))
+            self.end_stream(number, told_problem("SNAPSHOT_GONE", words))
             return None
         return part
 
     def _finish_stream(self, number: int) -> None:
-        self.end_stream(number, problem("FINISHED", "the stream reached its end"))
+        self.end_stream(number, told_problem("FINISHED", "the stream reached its end"))
 
     def _raised(self) -> bytes:
         raised = b""
@@ -709,7 +711,7 @@ def _message(
     )
 
 
-def problem(reason: str, words: str, *, retriable: bool = False) -> types_pb2.Problem:
+def told_problem(reason: str, words: str, *, retriable: bool = False) -> types_pb2.Problem:
     return types_pb2.Problem(reason=reason, retriable=retriable, message=words)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from upr_client.testing.calls import Call, FollowCall, State, WriteCall, micros, problem
+from upr_client.testing.calls import Call, FollowCall, State, WriteCall, micros, told_problem
 from upr_client.testing.memory import Memory, Partition
 from upr_client.writes import WriteResult
 from upr_protocol.block import check_row
@@ -538,7 +538,7 @@ class ScriptedServer:
         """End the open Follow calls as a whole with a reason: "SHUTTING_DOWN", "SUPERSEDED" and so on."""
         with self._state.changed:
             for call in self._follow_calls():
-                call.end_call(problem(reason, message or reason, retriable=retriable))
+                call.end_call(told_problem(reason, message or reason, retriable=retriable))
 
     def hold(self, partition: int, seqno: int) -> None:
         """Send no run that ends above a seqno, until ``release``; so a follower can be stopped at any place."""
@@ -602,7 +602,7 @@ class ScriptedServer:
 
     def _end_streams(self, partition: int, reason: str, words: str, retriable: bool) -> None:
         for call in self._follow_calls():
-            call.end_stream(partition, problem(reason, words, retriable=retriable))
+            call.end_stream(partition, told_problem(reason, words, retriable=retriable))
 
     def _restarted(self) -> None:
         self._state.server_id += 1

@@ -3,7 +3,9 @@
 """Several endpoints, TLS and tokens, against servers in memory."""
 
 from copy import deepcopy
+from typing import Any
 
+import grpc
 import pytest
 
 from tests.client._sync.adapter import running, serve
@@ -354,8 +356,11 @@ def test_a_server_that_is_forgotten_leaves_nothing_behind() -> None:
             connection.raw(f"s:{number}")
         stubs = connection.stubs()
         assert len(connection._raw) == len(connection._channels) <= SERVERS_MAX + 1
-        # One that is dead though nothing says so is given up once.
+        # One that is dead though nothing says so is closed, and given up once.
+        channel: Any = connection._channels[stubs.endpoint]
         connection.give_up(stubs)
+        with pytest.raises((ValueError, grpc.aio.UsageError), match="closed"):
+            channel.unary_unary("/a/B")(b"")
         newer = connection.stubs()
         assert newer.held is not stubs.held
         connection.give_up(stubs)

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.client._sync.adapter import serve
@@ -21,6 +22,7 @@ from upr_client._sync.block_writer import BlockWriter
 from upr_client.errors import InvalidArgumentError, NoRoomError, PartitionNotActiveError
 from upr_client.lowlevel import write_blocks
 from upr_client.testing import ScriptedServer
+from upr_client.types import WriteResults
 from upr_protocol.block import build_block
 from upr_protocol.errors import ContentDiffersError, OutOfOrderError
 from upr_protocol.partitioning import partition_of
@@ -82,6 +84,8 @@ def test_a_name_begins_at_number_one_whatever_the_server_knows() -> None:
         written = write_blocks(client.bucket(), blocks, once="a name")
         assert written.runs == [(P, 0, 1, ID_A), (P, 1, 2, ID_A)]
         assert (written.rows, written.bucket_version) == (2, VERSION)
+        assert written == WriteResults(2, np.array(written.runs, np.uint64).T, VERSION)
+        assert written != WriteResults(2, np.array(written.runs[::-1], np.uint64).T, VERSION)
         heard = server.calls["write"][0]
         assert [open_.producer for open_ in heard.of("open")] == ["a name"]
         assert [write.number for write in heard.of("write")] == [1, 2]
