@@ -159,7 +159,10 @@ def told(what: str, seconds: Sequence[float], median: float, worst: float) -> st
 
 
 def run(name: str, folder: Path, seed: int, ends: float) -> tuple[str, bool]:
-    """Run a world, fewer rounds if the time is over; return what happened in words, and whether it ran to its end."""
+    """Run a world, fewer rounds if the time is over; return what happened in words, and whether it ran to its end.
+
+    AssertionError for what is not as it must be.
+    """
     world, rng, is_whole = WORLDS[name], random.Random(seed), True
     (folder / "servers").mkdir()
     with (

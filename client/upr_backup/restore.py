@@ -352,10 +352,10 @@ class Restore:
     # Comparing.
 
     def _compare(self, journal: Journal) -> None:
-        for group in each_group(journal.groups, partial(self.progress, "compared")):
-            self._end_if(self._difference(group), journal, f"{group[0]} to {group[-1]}")
         if not self.into_non_empty:
             self._compare_rest(journal)
+        for group in each_group(journal.groups, partial(self.progress, "compared")):
+            self._end_if(self._difference(group), journal, f"{group[0]} to {group[-1]}")
 
     def _difference(self, group: Sequence[int]) -> Differences:
         expected = self.point.state(group, self.key_prefix)

@@ -65,7 +65,7 @@ def beginning(chain: Chain, oldest: int) -> int | None:
 
 
 def expire(repository: Repository, chain: Chain, first: int, now: int) -> bool:
-    """Let what is before a number that ``beginning`` returned expire, now in microseconds; False when that was so already."""
+    """Let expire what is before ``first``, as ``beginning`` returned it; ``now`` in microseconds. False when it had before."""
     link = chain.link(first)
     bases = [""] if link.kind == "full" else repository.merged_bases(first)
     if not bases:

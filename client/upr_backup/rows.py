@@ -5,7 +5,8 @@ partitions that fit into memory, and what a bucket holds is folded as it comes.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -65,6 +66,8 @@ _FLUSH_BYTES: Final = 32 * 2**20
 _ROW_GROUP_ROWS: Final = 65_536
 _READ_ROWS: Final = 65_536
 _FOLD_BYTES: Final = 64 * 2**20
+_BUCKET_FOLD_BYTES: Final = 32 * 2**20
+"""Less, because what the server sends meanwhile is in memory too."""
 _OFFSETS_BYTES: Final = 2**31 - 1
 _TAKEN_BYTES: Final = 2**30
 _DAMAGE = (OSError, pa.ArrowException)
@@ -289,21 +292,23 @@ def _counted_rows(
 Keep = Callable[[Any], Any]
 
 
-def _folded(batches: Iterable[Any], schema: Any, keep: Keep = lambda table: table) -> Any:
+def _folded(
+    batches: Iterable[Any], schema: Any, keep: Keep = lambda table: table, most: int = _FOLD_BYTES
+) -> Any:
     """Return the newest row of each key of what ``keep`` leaves of record batches, as a table.
 
-    Of what is superseded only as much as the newest rows, or ``_FOLD_BYTES``, is in memory at a time.
+    Of what is superseded only as much as the newest rows, or ``most`` bytes, is in memory at a time.
     """
     folded = pa.Table.from_batches([], schema)
     gathered: list[Any] = []
-    size, limit = 0, _FOLD_BYTES
+    size, limit = 0, most
     for batch in batches:
         gathered.append(batch)
         size += batch.nbytes
         if size > limit:
             folded = newest(pa.concat_tables([folded, keep(pa.Table.from_batches(gathered))]))
             gathered, size = [], 0
-            limit = max(_FOLD_BYTES - folded.nbytes, folded.nbytes)
+            limit = max(most - folded.nbytes, folded.nbytes)
     return newest(pa.concat_tables([folded, keep(pa.Table.from_batches(gathered, schema))]))
 
 
@@ -535,7 +540,8 @@ def each_group(
         progress(done, total)
         yield group
         done += len(group)
-    progress(total, total)
+    if total:
+        progress(total, total)
 
 
 BUCKET_SCHEMA: Final = pa.schema(
@@ -578,7 +584,9 @@ def read_newest(
     chosen = sorted(partitions)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return _folded(_bucket_rows(bucket, chosen, until, on_rows), BUCKET_SCHEMA, keep)
+            # Closed before an error goes on to the caller, who releases the cut that is read.
+            with closing(_bucket_rows(bucket, chosen, until, on_rows)) as batches:
+                return _folded(batches, BUCKET_SCHEMA, keep, _BUCKET_FOLD_BYTES)
         except RollbackError:
             # A server that restarted may have undone what was read; the state is then read anew.
             if attempt == _ATTEMPTS:
@@ -591,7 +599,7 @@ def _bucket_rows(
     partitions: list[int],
     until: Pinned | None,
     on_rows: Callable[[int], Any],
-) -> Iterator[Any]:
+) -> Generator[Any]:
     following = bucket.changes(
         until="now" if until is None else until,
         only=Only(partitions),

@@ -19,6 +19,7 @@ _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 def write_zip(out: Path) -> int:
     """Write the zip, and return how many files are in it; the same code gives the same bytes."""
     root = Path(__file__).parents[1]
+    assert all((root / name).is_dir() for name in PACKAGES), "the packages are not side by side"
     found = [path for name in PACKAGES for path in (root / name).rglob("*.py")]
     found += [path for name in MODULES if (path := root / f"{name}.py").exists()]
     files = sorted((path.relative_to(root).as_posix(), path) for path in found)

@@ -401,6 +401,6 @@ def parse_partitions(text: str) -> list[int]:
                 )
         low, high = map(int, ends)
         if low > high:
-            raise InvalidArgumentError(f"the range {part.strip()} is empty")
+            raise InvalidArgumentError(f"the range {part.strip()} ends before it begins")
         chosen.update(range(low, high + 1))
     return sorted(chosen)

@@ -74,7 +74,7 @@ TABLE = """
 2 | upr-admin top --every 2h | '2h' must be a duration of 100ms to 1h
 2 | upr-admin top | stdout is no terminal that top could draw on; 'upr-admin status --watc
 2 | upr-admin partitions 1024 | partition is 1024, it must be from 0 to 1023
-2 | upr-admin partitions 5-3 | the range 5-3 is empty
+2 | upr-admin partitions 5-3 | the range 5-3 ends before it begins
 2 | upr-admin partitions a | 'a' is not a partition or a range of partitions
 2 | upr-admin partitions 1,,2 | '' is not a partition or a range of partitions
 2 | upr-admin failover-log -- -1 | '-1' is not a partition or a range of partitions
@@ -168,7 +168,7 @@ TABLE = """
 2 | upr-cat follow --from-time 2026-05-01T12:00:00 | '2026-05-01T12:00:00' says no offset from UTC
 2 | upr-cat follow -f '%z' | '%z' in the format is not known (known are %p, %s, %o, %k, %v, %%)
 2 | upr-cat follow --stability never | 'never' is not one of 'disk', 'memory', 'replicated(1)', 'replicated(2
-2 | upr-cat follow --partitions 5-3 | the range 5-3 is empty
+2 | upr-cat follow --partitions 5-3 | the range 5-3 ends before it begins
 2 | upr-cat follow --retry-seconds x | 'x' must be a duration of 0s to 36500d
 2 | upr-cat follow --position folder | File 'folder' is a directory
 2 | upr-cat follow --from-now --from-start | are given together
@@ -214,7 +214,7 @@ TABLE = """
 2 | upr-backup none verify | there is no repository here
 2 | upr-backup none restore --target 127.0.0.1:1 | there is no repository here
 2 | upr-backup none restore --target 127.0.0.1:1 --at tomorrow | 'tomorrow' is neither a backup's number nor a time with its offset fro
-2 | upr-backup none restore --target 127.0.0.1:1 --partitions 5-3 | the range 5-3 is empty
+2 | upr-backup none restore --target 127.0.0.1:1 --partitions 5-3 | the range 5-3 ends before it begins
 2 | upr-backup none export --to out | Missing option '--format'. Choose from: parquet, delta
 2 | upr-backup none export --format parquet | Missing option '--to'
 2 | upr-backup none export --to out --format csv | 'csv' is not one of 'parquet', 'delta'

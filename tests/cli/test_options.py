@@ -44,7 +44,7 @@ def test_partitions_are_numbers_and_ranges(text: str, expected: list[int]) -> No
     [
         ("1024", "partition is 1024, it must be from 0 to 1023"),
         ("0-5000", "partition is 5000"),
-        ("5-3", "the range 5-3 is empty"),
+        ("5-3", "the range 5-3 ends before it begins"),
         ("", "'' is not a partition"),
         ("1,,2", "'' is not a partition"),
         ("a", "'a' is not a partition"),

@@ -1,6 +1,6 @@
 """Measure a real server on this machine: see README.md beside this file.
 
-The table, or with ``--json`` one document, goes to stdout; progress goes to stderr.
+The table goes to stdout line by line, or with ``--json`` one document at the end; progress goes to stderr.
 """
 
 import argparse

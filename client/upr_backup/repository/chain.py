@@ -308,7 +308,7 @@ def _period(unit: str, micros: int) -> str:
 
 
 def number_at(chain: Chain, at: Any) -> int:
-    """Return the number of a restore point: None means the newest; else it, or microseconds in a tuple."""
+    """Return the number of a restore point: ``at`` is None for the newest, a number, or the microseconds of a time in a tuple."""
     if at is None:
         return chain.last
     if isinstance(at, int):

@@ -80,8 +80,8 @@ class Lock:
     def force(self) -> str:
         """Release the lock whoever has it, and return who had it, "" for nobody.
 
-        What is committed stays right: the other run finds out within seconds, and before it commits. One of this machine
-        can be ended instead: LockedError.
+        What is committed stays right: the other run finds out within seconds, and before it commits. LockedError where a
+        process of this machine has it, which can be ended instead.
         """
         number, holder = self._newest()
         if holder.endswith(f" on {socket.gethostname()[:_HOST_SHOWN]}"):

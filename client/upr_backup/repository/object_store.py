@@ -86,9 +86,7 @@ def one_line(location: str, name: str | None) -> Iterator[None]:
 
 
 def of_object_store(text: str, location: str) -> Exception | None:
-    """Return what another program's words about a location mean, which are obstore's or have them in them; None when
-    they are of something else.
-    """
+    """Return what another program's words about a location mean, where they are obstore's or hold these; None for others."""
     found = _translated(OSError(text), location, "")
     unknown = isinstance(found, OSError) and found.errno == errno.EREMOTEIO
     return None if unknown else found

@@ -444,9 +444,9 @@ class Repository:
             raise _misplaced(manifest_name(expected.number))
         return manifest
 
-    def commit(self, manifest: Manifest, merged: str = "") -> bool:
+    def commit(self, manifest: Manifest, merged: str | None = None) -> bool:
         """Make a backup count, or a merged base of this name; False when its number is taken, or the attempt was voided."""
-        name = merged or manifest_name(manifest.number)
+        name = manifest_name(manifest.number) if merged is None else merged
         return self.storage.put_if_absent(name, seal(manifest.to_json()))
 
     # Merged bases.
@@ -655,7 +655,9 @@ def _read(storage: Storage, name: str) -> bytes:
 
 
 def staged(storage: Storage, name: str) -> Json | None:
-    """Return a document that nothing depends on, because its group is then done once more; None for one that is not right."""
+    """Return a document; None for one that is not right: its group is then done once more, and a restore without its plan
+    is not gone on with.
+    """
     try:
         return unseal(storage.read(name), name)
     except (FileNotFoundError, RepositoryDamagedError):

@@ -166,7 +166,7 @@ READING_OPTIONS: Final = (
     Option(
         "maxOffsetsPerTrigger",
         None,
-        "about how many seqnos a batch advances by; partitions advance whole, and at least one does",
+        "streams only: about how many seqnos a batch advances by; partitions advance whole, and at least one does",
         whole(1, 10**15),
     ),
     Option(
@@ -185,7 +185,7 @@ READING_OPTIONS: Final = (
     Option(
         "markerHistory",
         "8",
-        "how many earlier ends of batches are kept for each partition, to go back to",
+        "streams only: how many earlier ends of batches are kept for each partition, to go back to",
         whole(1, 64),
     ),
     Option("leaseName", "upr-spark", "how the names of this query's cuts begin", _name),
@@ -218,13 +218,13 @@ READING_OPTIONS: Final = (
     Option(
         "minPollInterval",
         "100ms",
-        "how often the server is asked for news at most",
+        "streams only: how often the server is asked for news at most",
         duration(0.001, 3600),
     ),
     Option(
         "filterPushdown",
         "false",
-        "whether conditions on partition, key and time narrow what is read; needs "
+        "batch only: whether conditions on partition, key and time narrow what is read; needs "
         "spark.sql.python.filterPushdown.enabled=true",
         flag,
     ),
