@@ -130,7 +130,7 @@ partitions_argument = functools.partial(
     click.argument, "partitions", nargs=-1, type=PARTITION_SET, callback=_one_list
 )
 partitions_option = click.option(
-    "--partitions", type=PARTITION_SET, help="Only these, as 0-63,512. [default: all 1024]"
+    "--partitions", type=PARTITION_SET, help="Which, as 5 or 0-63,512. [default: all]"
 )
 _LOGIN = "upr.login"
 FILE = click.Path(dir_okay=False, path_type=Path)

@@ -317,6 +317,11 @@ class Consumer:
         elif log is not None:
             self._logs[partition] = log_records(log)
 
+    def _log(self, partition: int) -> FailoverLog | None:
+        if born := int(self._born[partition]):
+            return FailoverLog.born(born)
+        return log_of_records(self._logs.get(partition, NO_RECORDS))
+
     def _log_records(self, partition: int) -> Rows:
         if born := int(self._born[partition]):
             return np.array([(born, 0)], RECORD)
@@ -507,7 +512,7 @@ class Consumer:
         """
         self._expect_starting(partition)
         if (pin := self._exact.get(partition)) is not None:
-            known = log_of_records(self._log_records(partition)) if log is None else log
+            known = self._log(partition) if log is None else log
             try:
                 check_pin(partition, pin, failover_id, until_seqno, known)
             except SnapshotGoneError:
@@ -771,7 +776,7 @@ class Consumer:
             int(self._seqno[partition]),
             None if horizon == UNKNOWN_HORIZON else horizon,
             self._markers.of(partition),
-            log_of_records(self._log_records(partition)),
+            self._log(partition),
             self.bucket,
         )
 

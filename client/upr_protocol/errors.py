@@ -216,12 +216,13 @@ class WriteFailedError(UprError):
         message: str,
         *,
         hint: str = "",
+        reason: str | None = None,
         retriable: bool | None = None,
         rows: int = 0,
         keys: Sequence[bytes] = (),
         partitions: Sequence[int] = (),
     ) -> None:
-        super().__init__(message, hint=hint, retriable=retriable)
+        super().__init__(message, hint=hint, reason=reason, retriable=retriable)
         self.rows = rows
         self.keys = list(keys)
         self.partitions = list(partitions)

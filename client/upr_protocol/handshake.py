@@ -384,6 +384,7 @@ def _older(position: Position, rollback_seqno: int, log: FailoverLog | None) -> 
 
     The answer carries the server's complete log, so the answer of Hello to an older id is computed here.
     """
+    # Where the server knows the position's id, 0 has another reason (purged, say), and holds.
     if rollback_seqno or log is None or position.failover_id in log:
         return rollback_seqno, ""
     for older_id, own_next in older_ids_to_try(position):

@@ -1,6 +1,7 @@
 """upr.cli.cat_commands.git_history, on repositories made for it."""
 
 import os
+import subprocess
 from contextlib import closing
 from pathlib import Path
 
@@ -220,3 +221,17 @@ def test_without_git_the_error_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GitError, match="git cannot be run"):
         GitHistory(tmp_path)
+
+
+def test_what_a_dead_git_did_not_take_is_not_told_in_place_of_its_end(tmp_path: Path) -> None:
+    repo = RepoBuilder(tmp_path / "r")
+    repo.commit({b"a": b"1"})
+    repo.make()
+    history = GitHistory(repo.folder, lambda _: None)
+    process = history._start("cat-file", "--batch", stdin=subprocess.PIPE)
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.write(b"unsent\n")
+    history.close()
+    assert history._complaints.closed

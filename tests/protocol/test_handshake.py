@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.model import ModelBucket, ModelClient, ModelPartition, Run, partition_of
+from upr_protocol import position as position_module
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import (
@@ -424,12 +425,16 @@ class World:
             return
         if self.client.seqno in self.client.at_marker:
             assert self.client.state == self.server.state_at(self.client.seqno)
+        # Few, so that it is often thinned out where to roll back to.
+        with pytest.MonkeyPatch.context() as few:
+            few.setattr(position_module, "MARKERS_NEWEST", 3)
+            markers = thin_markers(sorted(set(self.client.at_marker) - {0}))
         self.position = replace(
             self.position,
             data_id=self.server.newest_id,
             seqno=self.client.seqno,
             horizon=max(self.client.horizon, self.client.seqno),
-            markers=thin_markers(sorted(set(self.client.at_marker) - {0})),
+            markers=markers,
         )
 
 

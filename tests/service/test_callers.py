@@ -291,3 +291,34 @@ async def test_the_sdk_goes_on_after_it_was_too_slow(server_process: StartServer
             await consumer.wait()
     assert sorted(map(int, out.split())) == list(range(40))
     assert b"TOO_SLOW" in errors or b"took nothing" in errors
+
+
+@pytest.mark.long
+@pytest.mark.asyncio
+async def test_a_call_counts_until_its_client_has_taken_the_end(
+    server_process: StartServer,
+) -> None:
+    places = 5
+    server = server_process(
+        "--reader-timeout",
+        "0.3s",
+        constants=SOON | {"upr.service.overload.callers.PEER_CALLS": places / FOLLOW_CALLS_MAX},
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        asking = await stack.enter_async_context(AsyncClient(server.target))
+        rows = [(b"%d" % number, os.urandom(MIB)) for number in range(40)]
+        for begin in range(0, len(rows), 10):
+            await asking.bucket().write_many(rows[begin : begin + 10])
+        client = await stack.enter_async_context(RawClient(server.target))
+
+        async def follow_and_read_nothing() -> None:
+            # The windows of the connection take what the first one or two are sent.
+            for _ in range(2 * places):
+                follow = await client.follow(heartbeat_seconds=3600, credit_bytes=64 * MIB)
+                await follow.send(start=starts(range(PARTITIONS)))
+                await poll(asking.admin.status, lambda told: told.follow_calls)
+                # Ended by the server; what was sent is in its memory still.
+                await poll(asking.admin.status, lambda told: not told.follow_calls)
+
+        with pytest.raises(grpc.aio.AioRpcError, match=f"must be below {places}"):
+            await follow_and_read_nothing()

@@ -1,5 +1,6 @@
 """Lines of the text port, without a connection: commands, tokens, rows, and what markers become."""
 
+import errno
 import json
 from base64 import b64decode
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.text import lines as text
 from upr.service.text.feed import Feed
 from upr.service.text.lines import LineSplitter, Replicate, Stretch, parse_command
+from upr.service.text.port import Connection
 from upr.storage.blocks import Encoded
 from upr.storage.read import ReadResult
 from upr_protocol.block import Block, build_block, make_runs, sealed
@@ -220,3 +222,17 @@ def test_a_marker_without_rows_ends_the_batch_or_is_a_position() -> None:
     ]
     (line,) = sent(feed, stretch_block(12, 13, 13))
     assert line[1][2] == token(13)
+
+
+@pytest.mark.asyncio
+async def test_a_socket_that_gives_up_is_lost_and_not_silent() -> None:
+    async def gives_up(_: int) -> bytes:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    port = SimpleNamespace(heartbeat_seconds=5, catalog=SimpleNamespace(directory_id="d"))
+    writer = SimpleNamespace(transport=SimpleNamespace(set_write_buffer_limits=lambda _: None))
+    reader = SimpleNamespace(read=gives_up)
+    connection = Connection(cast(Any, port), cast(Any, reader), cast(Any, writer), "ipv4:[::1]:1")
+    connection._has_spoken = True
+    with pytest.raises(TimeoutError, match="Connection timed out"):
+        await connection._received()

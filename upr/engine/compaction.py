@@ -157,7 +157,7 @@ class Holder:
 
 
 def purge_limits(bucket: Bucket, ages: PurgeAges, now: int) -> PurgeLimits:
-    """Return the limits of a purge now, in microseconds since the epoch."""
+    """Return the limits of a purge at ``now``, microseconds since the epoch."""
     # The row at the high seqno stays, which shows the end of the partition. The durable seqno counts as the high seqno,
     # because after a crash it is.
     table = bucket.partitions

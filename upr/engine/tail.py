@@ -391,7 +391,7 @@ class Tail:
         return max(self._bounds[window - 1], self.first) if window else self.first
 
     def find_time(self, time: int) -> int:
-        """Return the number of the first entry of a time in microseconds or later, ``end`` if there is none."""
+        """Return the number of the first entry committed at ``time``, microseconds since the epoch, or later; ``end`` if there is none."""
         self.close_open()
         return self.first + bisect_left(self._entries, time, key=lambda entry: entry.time)
 

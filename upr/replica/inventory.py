@@ -197,7 +197,7 @@ class Inventory:
         """Return what was given up of partitions: bucket, partition, from, to."""
         hosts, found = self._hosts(), []
         for version, partition, marker, failover_id in lost:
-            # Nothing of a bucket that could not be made here, or of another branch: where they part may be unknown.
+            # 0 of a bucket that could not be made here, and of another branch: where they part may be unknown.
             here = 0
             if version in hosts:
                 table = hosts[version].bucket.partitions

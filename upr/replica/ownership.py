@@ -427,7 +427,11 @@ class Ownership:
                 becoming.set()
 
     def _has_claimed(self, row: Row) -> bool:
-        """Return whether a claim of this server's, by which it did not become active, keeps others from it; ``row`` is the newest known."""
+        """Return whether a claim of this server's, by which it did not become active, keeps others from claiming.
+
+        Args:
+            row: the newest that is known.
+        """
         standing = self.standing
         own = standing.promised > row.epoch and standing.candidate == standing.directory
         return own or (row.owner == standing.directory and not row.serving)
@@ -739,7 +743,9 @@ class Ownership:
             await self.learned(one.row, one.epoch)
         # One that was the owner should undo soon: until then its rows are merged with those that it must undo.
         await self._follow_owner()
-        await self.store(lambda standing: standing)
+        # Only then: while nothing can be stored, the rest of the round has to go on.
+        if self.peers.addresses != dict(self._catalog.standing.addresses):
+            await self.store(lambda standing: standing)
         if self.active and not self.standing.owns:
             await self.step_down(fenced=True)
         elif self.active:

@@ -224,7 +224,11 @@ class Peers:
         self._saw(member.directory)
 
     def _remember(self, one: wire.SetMember, makes_room: bool) -> None:
-        """Remember an address, of SET_MEMBERS_MAX at most; with ``makes_room`` one that is away and not needed is forgotten for it."""
+        """Remember an address, of SET_MEMBERS_MAX at most.
+
+        Args:
+            makes_room: whether one that does not answer, and that nobody needs, is forgotten for it.
+        """
         if one.directory == self._catalog.directory_id or not _is_named(one):
             return
         if one.directory not in self.addresses and len(self.addresses) >= SET_MEMBERS_MAX - 1:
@@ -371,6 +375,7 @@ class Peers:
         if isinstance(error, grpc.aio.AioRpcError):
             error = error_from_call(error)
         words = "" if error is None else error.message
+        # Nonsense is retriable too, as a peer may be replaced, but does not pass by itself.
         passes = error is not None and error.retriable and not isinstance(error, ProtocolError)
         if passes or words == self._failed.get(directory, ""):
             return

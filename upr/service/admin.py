@@ -97,7 +97,11 @@ def _reset(
     seqnos: Mapping[int, int] | None,
     now: int,
 ) -> tuple[Save, list[wire.Position]]:
-    """Return the save that sets positions: to seqnos that are markers, or removes them; and what it is to store."""
+    """Return the save that sets positions: to seqnos that are markers, or removes them; and what it is to store.
+
+    Args:
+        partitions: ascending.
+    """
     table, columns = bucket.partitions, np.array(partitions, np.int64)
     if seqnos is None:
         zeros = np.zeros(len(columns), np.uint64)

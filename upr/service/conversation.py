@@ -350,7 +350,8 @@ class Conversation:
         """Handle a message of the client; an invalid one ends the call.
 
         Args:
-            now: on the clock of ``liveness``; ``now_micros`` is since the epoch.
+            now: on the clock of ``liveness``.
+            now_micros: microseconds since the epoch.
         """
         self.liveness.heard(now)
         if self.ending is not None or not isinstance(request, wire.FollowRequest):

@@ -15,7 +15,7 @@ _TOLD_SECONDS: Final = 0.5
 
 
 class Health:
-    """Answers to health checks, of a ``servicer`` for gRPC.
+    """Answers to health checks; ``servicer`` is registered with gRPC.
 
     Args:
         services: full names of all services.

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Failing(StrEnum):
-    """What fails: what the metrics call it, in lower case, and the log."""
+    """What fails. The metrics name it as here, in lower case; the log by the value."""
 
     JOURNAL = "the journal cannot be written"
     PROOF = "the clean-shutdown proof cannot be removed"

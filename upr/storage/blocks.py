@@ -261,7 +261,7 @@ class BlockCursor:
         """Return the block that contains a seqno.
 
         Raises:
-            DataDamagedError: there is none, or it is no block of one run of the partition.
+            DataDamagedError: there is none, it is no block of one run of the partition, or its run table has changed.
             CorruptBlockError: its bytes are no block.
         """
         cursor = self._cursor

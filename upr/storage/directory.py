@@ -90,7 +90,7 @@ def lock_directory(path: Path, *, make: bool) -> list[int]:
 
 
 def read_mark(path: Path) -> tuple[str, str]:
-    """Return the id of a data directory, and its cluster; DataDirectoryError if program or format are others."""
+    """Return the id of a data directory, and its cluster; DataDirectoryError if it is none of this program and format."""
     mark = path / _MARK
     try:
         text = json.loads(mark.read_text())
@@ -316,7 +316,7 @@ def read_standing(folder: Path, directory: str, *, replica: bool, meets: bool = 
 
 
 def write_standing(folder: Path, stored: Stored) -> None:
-    """Store it as ``replace_durably``."""
+    """Store it durably; raises as ``replace_durably``."""
     standing, row = stored.standing, stored.standing.row
     text = {
         "format": _OWNER_FORMAT,

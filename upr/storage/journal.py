@@ -426,6 +426,9 @@ class Journal:
         except OSError:
             self._take_back(self._fd)
             raise
+        size = len(record)
+        # Up to COMMIT_BYTES, and an fsync may take long.
+        del record
         try:
             failpoints.hit("journal.before_sync")
             began = time.perf_counter()
@@ -438,9 +441,9 @@ class Journal:
             self._failed = "the journal was deleted under the server"
             raise StorageFailedError(self._failed)
         failpoints.hit("journal.after_sync")
-        self._size += len(record)
+        self._size += size
         self._segments[-1].last_commit = commit.number
-        return len(record)
+        return size
 
     def _write(self, fd: int, data: bytes) -> None:
         view, half = memoryview(data), len(data) // 2

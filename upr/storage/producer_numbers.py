@@ -124,7 +124,9 @@ def beaten(old: Numbers, part: Numbers, newest: Numbers, whole: U64, counts: Cou
 def given_back(
     here: Numbers | None, kept: Numbers, partitions: Collection[int], counts: Counts
 ) -> tuple[Numbers, Numbers]:
-    """Return a slot's table with what a join replaced, where no number is left that counts; and what is kept on."""
+    """Return a slot's table with what a join replaced in ``partitions``, where no number is left that counts; and what is
+    kept on.
+    """
     here = NO_NUMBERS if here is None else here[staying(here, partitions, counts)]
     kept = kept[staying(kept, partitions, counts)]
     back = np.isin(kept["partition"], list(partitions))

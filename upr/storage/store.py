@@ -115,7 +115,7 @@ def unpack_identity(body: bytes, what: str) -> Identity:
     try:
         text = json.loads(body)
         if text["format"] != FORMAT:
-            raise unknown_format(what, text["format"])
+            raise unknown_format(f"{what}, {text.get('name')!r}", text["format"])
         return Identity(text["name"], int(text["version"], 16), text.get("compression", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise DataDamagedError(f"the bucket's identity is malformed: {error}") from error
@@ -507,7 +507,7 @@ class Store:
         return heads
 
     def heads_until_damage(self, partition: int) -> tuple[list[Head], DataDamagedError | None]:
-        """Return the heads before the first damaged block, and its error: it is none, or does not continue the one before."""
+        """Return the heads before the first damaged block, and its error: the block is none, or does not continue the one before."""
         heads: list[Head] = []
         prefix = keyspace.partition_key(partition)
         with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:

@@ -53,6 +53,7 @@ def _missing(whole: int, aside: Sequence[Range], known_high: int) -> list[Range]
 def _loss(store: "Store", result: "Recovered", partition: int, ends: Range) -> dict[str, Any]:
     """Return what a dead partition loses when it is made active, as JSON has it.
 
+    Ranges are as ``Range``: above the first number, up to the second. ``since`` is None where it is not known.
     It is kept up to the last complete marker before the gap. Of what is missing nothing is there, as far as is known; what is
     discarded is there, behind it.
 

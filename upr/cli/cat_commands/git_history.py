@@ -5,6 +5,7 @@ Each commit is compared with its first parent, without rename detection: a renam
 than everything else together. Nothing is checked out, so bare repositories work too.
 """
 
+import contextlib
 import os
 import subprocess
 import tempfile
@@ -145,9 +146,10 @@ class GitHistory:
 
     def close(self) -> None:
         for process in self._processes:
-            # It closes the pipes, and waits.
-            with process:
-                process.kill()
+            process.kill()
+            # It closes the pipes, and waits. What a process that died did not take is not to be told in place of its end.
+            with contextlib.suppress(BrokenPipeError), process:
+                pass
         self._processes.clear()
         self._complaints.close()
 

@@ -96,7 +96,7 @@ class BucketService:
     """One open bucket.
 
     Args:
-        waiting, clock, room: those of the server.
+        waiting, clock, room: those of the server; each is a new one by default.
         undo: what a replica undoes, by partition; it is written to ``undone`` before it goes.
         replica: whether the server is not the active one of its set now: what was active waits, as a replica.
 

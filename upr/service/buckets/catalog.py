@@ -535,8 +535,8 @@ class Catalog:
             host = await asyncio.to_thread(make)
         finally:
             del self._creating[name]
-        log.info("bucket created", extra={"bucket": name})
         await self._serve(host)
+        log.info("bucket created", extra={"bucket": name})
         return host
 
     async def _serve(self, host: BucketService) -> None:

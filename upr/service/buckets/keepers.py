@@ -91,6 +91,7 @@ class CutKeeper:
     Args:
         durable: waits until a tail entry is on disk.
         stored: called when a change is stored.
+        stopping: once it is set, new cuts are refused.
     """
 
     def __init__(

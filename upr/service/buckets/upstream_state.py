@@ -92,14 +92,22 @@ class UpstreamState:
         self._disk.changed()
 
     async def end_join(self) -> bool:
-        """Store that the join has come to its end, if it has; return whether that was to be stored."""
+        """Store that the join has come to its end, if it has; return whether that was to be stored.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be stored.
+        """
         ends = self.in_step and self.joining is not False
         if ends:
             await self.set_joining(False)
         return ends
 
     async def is_whole_up_to(self, seqnos: Mapping[int, int]) -> None:
-        """Store that in these partitions nothing of the small tables is missing up to a seqno, as a server told them."""
+        """Store that in these partitions nothing of the small tables is missing up to a seqno, as a server told them.
+
+        Raises:
+            OSError, lmdb.Error: it cannot be stored.
+        """
         if self.joining is not False:
             whole, store = self.whole.copy(), self._disk.store
             partitions = list(seqnos)

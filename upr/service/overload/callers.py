@@ -223,7 +223,7 @@ class Callers:
                     del self._open[key]
 
     async def pay(self, peer: str, seconds: float, size: int = 0) -> None:
-        """Charge an arriving request its approximate cost, and wait for its turn.
+        """Charge an arriving request of ``size`` bytes its approximate cost, and wait for its turn.
 
         Raises:
             TooManyError: that would take WAIT_SECONDS or longer; nothing is charged.

@@ -21,7 +21,9 @@ TIMER_SECONDS: Final = 0.001
 
 
 class Pace:
-    """Pace of rounds; the caller has the clock. All in seconds; ``interval`` is from one beginning to the next."""
+    """Pace of rounds; the caller has the clock. All in seconds; ``interval`` is from the beginning of a round to that of the
+    next, 0 to ROUND_SECONDS_MAX.
+    """
 
     def __init__(self) -> None:
         self.interval = 0.0

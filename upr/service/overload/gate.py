@@ -98,24 +98,31 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             try:
                 with ExitStack() as opened:
                     permit = opened.enter_context(self._admitted(method, context))
-                    if name in _IN_ORDER:
-                        connection = context.peer()
-                        turn = turns.get(connection) or turns.setdefault(connection, asyncio.Lock())
-                        async with turn:
-                            request = await arrived(context, opened, permit)
-                    else:
-                        request = await arrived(context, opened, permit)
-                    answer = await serve(request, context)
-                    if not handler.response_streaming and not self._counts(answer, context):
-                        # The error is kept while the client does not take it either.
-                        del answer
-                        raise TooManyError(
-                            f"answers that clients have not taken are {self._answering.total()} bytes; must be at most {ANSWERS_BYTES_MAX} with that of this {name}, and half of it for one peer",
-                            hint="ask again, for less at a time",
-                        )
-                    return answer
+                    try:
+                        return await answered(context, opened, permit)
+                    except UprError as error:
+                        # Counted until the client has taken the status.
+                        await abort(context, error)
             except UprError as error:
                 await abort(context, error)
+
+        async def answered(context: Context, opened: ExitStack, permit: Permit) -> Any:
+            if name in _IN_ORDER:
+                connection = context.peer()
+                turn = turns.get(connection) or turns.setdefault(connection, asyncio.Lock())
+                async with turn:
+                    request = await arrived(context, opened, permit)
+            else:
+                request = await arrived(context, opened, permit)
+            answer = await serve(request, context)
+            if not handler.response_streaming and not self._counts(answer, context):
+                # The error is kept while the client does not take it either.
+                del answer
+                raise TooManyError(
+                    f"answers that clients have not taken are {self._answering.total()} bytes; must be at most {ANSWERS_BYTES_MAX} with that of this {name}, and half of it for one peer",
+                    hint="ask again, for less at a time",
+                )
+            return answer
 
         async def arrived(context: Context, opened: ExitStack, permit: Permit) -> Any:
             raw = await intake.receive(context, limit, name)
@@ -186,8 +193,12 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             peer = peer_of(context.peer())
             try:
                 with self._admitted(method, context), callers.open(name, peer):
-                    await callers.pay(peer, 2 * CALL_SECONDS)
-                    await serve(messages, context)
+                    try:
+                        await callers.pay(peer, 2 * CALL_SECONDS)
+                        await serve(messages, context)
+                    except UprError as error:
+                        # Counted until the client has taken the status, which may be behind much that is unsent.
+                        await abort(context, error)
             except UprError as error:
                 await abort(context, error)
 

@@ -171,6 +171,9 @@ def _braced(labels: dict[str, str]) -> str:
 class Shared:
     """Page that is made piece by piece, with turns for others in between, and once for all who ask meanwhile.
 
+    Args:
+        pieces: returns the pieces, each of which takes a millisecond or so.
+
     Attributes:
         spent: CPU seconds that making it took so far.
     """

@@ -263,6 +263,9 @@ class Connection:
             async with asyncio.timeout(silent):
                 data = await self._reader.read(READ_BYTES)
         except TimeoutError:
+            if silent is None:
+                # The socket's own: nothing was acknowledged for too long.
+                raise
             words = f"no line came for {silent:g} s"
             self.end(EndReason("SILENT", True, words, "send a PING every few seconds"))
             return None
