@@ -200,7 +200,6 @@ async def test_a_writer_leaves_a_server_that_stands_still_when_another_is_active
             await bucket.set(b"1", b"v")
             await bucket.set(b"2", b"v")
             assert client.target == active.target
-    assert active.looks == 3
     # Twice a round; on a busy machine a look may end before it was seen.
     assert all(3 <= one.looks <= 6 for one in servers)
     assert [one.calls for one in servers] == [1, 0, 1]
