@@ -88,6 +88,8 @@ class ServedCall:
         before = self.talk.ending
         if self.talk.check_heard(now) and before is None:
             self.world.count("SILENT calls")
+            # The streams are over at once; the call is closed later.
+            self.told_over()
             assert self.connection.harmed or self._interval < 2, "a client that is there is silent"
         since = self._said_end_at
         if self._half_closed or (since is not None and now >= since + HALF_CLOSE_SECONDS):
