@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from upr_cli_kit.contexts import CONTEXT_FIELDS, chosen
 from upr_protocol.errors import InvalidArgumentError, UnavailableError
 from upr_protocol.failover import check_seqno, parse_failover_id
-from upr_protocol.limits import ADMIN_SOCKET, parse_partitions
+from upr_protocol.limits import ADMIN_SOCKET, bounded_number, parse_partitions
 
 if TYPE_CHECKING:
     from upr_client import Client
@@ -36,15 +36,6 @@ class DirectoryPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-def _bounded(digits: str, name: str, highest: int) -> int:
-    """Return the number that decimal digits stand for, or raise InvalidArgumentError."""
-    # Python refuses to convert thousands of digits, in words that mean nothing to a user.
-    shown = digits if len(digits) <= 20 else f"{digits[:20]}..."
-    if len(digits) > 20 or int(digits) > highest:
-        raise InvalidArgumentError(f"{name} is {shown}, it must be from 0 to {highest}")
-    return int(digits)
-
-
 def split_address(text: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``; an IPv6 host stands in brackets.
 
@@ -60,7 +51,7 @@ def split_address(text: str) -> tuple[str, int]:
         or (":" in host) > bracketed
     ):
         raise InvalidArgumentError(f"{text!r} is not HOST:PORT", hint="for example 127.0.0.1:7711")
-    return host[1:-1] if bracketed else host, _bounded(port, "port", 65535)
+    return host[1:-1] if bracketed else host, bounded_number(port, "port", 65535)
 
 
 if TYPE_CHECKING:

@@ -377,6 +377,15 @@ def format_size(count: int) -> str:
     return "0"
 
 
+def bounded_number(digits: str, name: str, highest: int) -> int:
+    """Return the number that decimal digits stand for, or raise InvalidArgumentError."""
+    # Python refuses to convert thousands of digits, in words that mean nothing to a user.
+    shown = digits if len(digits) <= 20 else f"{digits[:20]}..."
+    if len(digits) > 20 or int(digits) > highest:
+        raise InvalidArgumentError(f"{name} is {shown}, it must be from 0 to {highest}")
+    return int(digits)
+
+
 def parse_partitions(text: str) -> list[int]:
     """Return the partitions that ``0-63,512`` names, ascending, each once.
 
@@ -392,14 +401,7 @@ def parse_partitions(text: str) -> list[int]:
                 f"{part.strip()[:60]!r} is not a partition or a range of partitions",
                 hint="for example 0-63,512",
             )
-        for end in ends:
-            # Python refuses to convert thousands of digits.
-            shown = end if len(end) <= 20 else f"{end[:20]}..."
-            if len(end) > 20 or int(end) >= PARTITIONS:
-                raise InvalidArgumentError(
-                    f"partition is {shown}, it must be from 0 to {PARTITIONS - 1}"
-                )
-        low, high = map(int, ends)
+        low, high = (bounded_number(end, "partition", PARTITIONS - 1) for end in ends)
         if low > high:
             raise InvalidArgumentError(f"the range {part.strip()} ends before it begins")
         chosen.update(range(low, high + 1))

@@ -496,7 +496,7 @@ class AdminMethods:
             write_calls=self._process.write_calls(),
             buckets=sorted(buckets, key=lambda bucket: bucket.name),
             loop_delays=[
-                admin.LoopDelay(up_to_seconds=bound and bound / 1e3, count=count)
+                admin.LoopDelay(up_to_seconds=None if bound is None else bound / 1e3, count=count)
                 for bound, count in zip((*BOUNDS_MS, None), delays.counts, strict=True)
             ],
             longest_loop_delay_seconds=delays.longest_ms / 1e3,

@@ -158,8 +158,6 @@ class Connection:
 
     def stubs(self, route: Route | None = None) -> Stubs:
         """Return the services of the current endpoint of a route; None for that of calls to the active server."""
-        # Before the mutex: in a forked process a thread that is not there may hold it.
-        self.check_usable()
         route = route or self.active
         endpoint = route.current
         raw = self.raw(endpoint)
@@ -168,6 +166,8 @@ class Connection:
 
     def raw(self, endpoint: str) -> tuple[Any, ...]:
         """Return functions that return gRPC's own stubs of an endpoint, and its channel; all are made when first needed."""
+        # Before the mutex: in a forked process a thread that is not there may hold it.
+        self.check_process()
         with self._mutex:
             self.check_usable()
             stubs = self._raw.get(endpoint)

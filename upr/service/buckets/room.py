@@ -140,7 +140,8 @@ def merge_room(store: Store) -> int:
 
 class Quota:
     """Quota of a bucket, on its store's pages in use and its tail together; ``limit`` is in bytes, 0 for none; ``used`` as
-    it was measured last."""
+    it was measured last.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store

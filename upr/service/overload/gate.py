@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -95,16 +96,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
         async def received(_: object, context: Context) -> Any:
-            try:
-                with ExitStack() as opened:
-                    permit = opened.enter_context(self._admitted(method, context))
-                    try:
-                        return await answered(context, opened, permit)
-                    except UprError as error:
-                        # Counted until the client has taken the status.
-                        await abort(context, error)
-            except UprError as error:
-                await abort(context, error)
+            return await self._run(method, context, partial(answered, context))
 
         async def answered(context: Context, opened: ExitStack, permit: Permit) -> Any:
             if name in _IN_ORDER:
@@ -167,6 +159,21 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         context.add_done_callback(taken)  # type: ignore[arg-type]  # (the stubs are wrong)
         return True
 
+    async def _run(
+        self, method: str, context: Context, work: Callable[[ExitStack, Permit], Awaitable[Any]]
+    ) -> Any:
+        """Admit a call and do its work; what that enters into the stack lasts until the client has taken an error's status."""
+        try:
+            with ExitStack() as opened:
+                permit = opened.enter_context(self._admitted(method, context))
+                try:
+                    return await work(opened, permit)
+                except UprError as error:
+                    # Here, as the status may be behind much that is unsent.
+                    await abort(context, error)
+        except UprError as error:
+            await abort(context, error)
+
     @contextmanager
     def _admitted(self, method: str, context: Context) -> Iterator[Permit]:
         """Admit a call, let its method see the permit, and end the body when the identity has lost it."""
@@ -190,17 +197,13 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             serve = _writing(serve)
 
         async def counted(messages: Any, context: Context) -> None:
-            peer = peer_of(context.peer())
-            try:
-                with self._admitted(method, context), callers.open(name, peer):
-                    try:
-                        await callers.pay(peer, 2 * CALL_SECONDS)
-                        await serve(messages, context)
-                    except UprError as error:
-                        # Counted until the client has taken the status, which may be behind much that is unsent.
-                        await abort(context, error)
-            except UprError as error:
-                await abort(context, error)
+            async def served(opened: ExitStack, _: Permit) -> None:
+                peer = peer_of(context.peer())
+                opened.enter_context(callers.open(name, peer))
+                await callers.pay(peer, 2 * CALL_SECONDS)
+                await serve(messages, context)
+
+            await self._run(method, context, served)
 
         async def registered(messages: Any, context: Context) -> None:
             task = asyncio.current_task()
