@@ -14,6 +14,7 @@ from tests.harness import RunningServer
 from tests.storage.closed import NEVER, Closed, block_of
 from tests.storage.stored_blocks import consumers_of
 from upr.cli import admin
+from upr.storage.journal import _HEADER, _record_at
 from upr.storage.keyspace import ConsumerRow, CutRow, Pin
 from upr_client import Client, Only
 from upr_protocol.limits import ADMIN_SOCKET
@@ -57,8 +58,12 @@ def test_a_server_that_was_stopped_or_killed_leaves_a_directory_that_is_fine(
     server.kill()
     assert run_admin("check", server.data).exit_code == 0
     journal = sorted(server.data.glob("buckets/*/journal/*.journal"))[-1]
-    size = journal.stat().st_size
-    with journal.open("ab") as file:
+    data, size = journal.read_bytes(), _HEADER.size
+    while (record := _record_at(data, size)) is not None:
+        size = record[1]
+    assert not data[size:].strip(b"\0"), "behind the records is room"
+    with journal.open("r+b") as file:
+        file.seek(size)
         file.write(b"\xf5UR\xfa\x01")
     result = run_admin("check", server.data, "--json")
     assert result.exit_code == 0

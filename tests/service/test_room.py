@@ -105,23 +105,23 @@ def test_the_reserve_is_what_storing_the_tails_takes(monkeypatch: pytest.MonkeyP
     for name, tail in tails.items():
         disk.add(tail, partial(wanted.append, name))
     # A byte of a tail is one in the journal and two in the store.
-    assert disk.left() == (100 - 2 * 2) * mib // 3
+    assert disk.left() == (100 - 2 * 3) * mib // 3
     tails["a"].bytes, tails["a"].volatile_bytes = 20 * mib, 5 * mib
     disk.changed()
-    assert disk.left() == (100 - 2 * 2 - 2 * 20 - 5) * mib // 3
+    assert disk.left() == (100 - 2 * 3 - 2 * 20 - 5) * mib // 3
     assert disk.above_reserve() == disk.left() * 3
     # Between two looks what is numbered is counted, and nobody is asked.
     before = asked
     disk.take(mib)
-    assert disk.left() == (100 - 2 * 2 - 2 * 20 - 5 - 3) * mib // 3
+    assert disk.left() == (100 - 2 * 3 - 2 * 20 - 5 - 3) * mib // 3
     assert asked == before
     with disk.claimed(30 * mib):
-        assert disk.left() == (100 - 2 * 2 - 2 * 20 - 5 - 30) * mib // 3
-    assert disk.left() == (100 - 2 * 2 - 2 * 20 - 5) * mib // 3
+        assert disk.left() == (100 - 2 * 3 - 2 * 20 - 5 - 30) * mib // 3
+    assert disk.left() == (100 - 2 * 3 - 2 * 20 - 5) * mib // 3
     disk.wanted()
     assert wanted == ["a"]
     disk.remove(tails["a"])
-    assert disk.left() == (100 - 2) * mib // 3
+    assert disk.left() == (100 - 3) * mib // 3
 
 
 @pytest.mark.asyncio

@@ -24,9 +24,19 @@ from upr.storage.store import Store
 
 SECTORS = (64, 512, 4096)
 """Bytes of a sector, one for each disk; the smallest because the records of the simulation are small."""
-CALLS = ("open", "create", "write", "fsync", "ftruncate", "unlink", "commit", "committed")
+CALLS = (
+    "open",
+    "create",
+    "write",
+    "fallocate",
+    "fsync",
+    "ftruncate",
+    "unlink",
+    "commit",
+    "committed",
+)
 """Where something may go wrong: calls of ``os``, and before and after a transaction of the store is durable."""
-_PLAIN = ("lseek", "fstat")
+_PLAIN = ("fstat",)
 
 
 class Killed(BaseException):
@@ -76,6 +86,10 @@ class SimulatedFile:
             last = (at + len(data) - 1) // self._sector
             self._dirty.update(range(at // self._sector, last + 1))
 
+    def extend(self, size: int) -> None:
+        """Have zeros up to a size: as a size without bytes, which the medium may have or not until a sync."""
+        self.cache.extend(bytes(max(size - len(self.cache), 0)))
+
     def truncate(self, size: int) -> None:
         """Cut the cache off."""
         del self.cache[size:]
@@ -109,7 +123,7 @@ class SimulatedFile:
 
     def lose_power(self, rng: random.Random) -> None:
         """Have of what was not synced what the seed leaves."""
-        if self._dirty or self._cut is not None:
+        if self._dirty or self._cut is not None or len(self.cache) > len(self.medium):
             left = self.medium
             if self._cut is not None and rng.random() < 0.5:
                 del left[self._cut :]
@@ -262,7 +276,7 @@ class SimulatedDisk:
             del self._open[fd]
             os.close(fd)
 
-    def write(self, fd: int, data: bytes | memoryview) -> int:
+    def pwrite(self, fd: int, data: bytes | memoryview, at: int) -> int:
         fault = self._due("write")
         size = len(data)
         if fault is not None:
@@ -275,9 +289,8 @@ class SimulatedDisk:
         if self._rng.random() < 0.1:
             file.some_written_back(self._rng)
         if size:
-            at = os.lseek(fd, 0, os.SEEK_CUR)
             file.write(at, bytes(data[:size]))
-            os.write(fd, data[:size])
+            os.pwrite(fd, data[:size], at)
         if fault is not None:
             self._fail(fault, "write")
             if size and self._rng.random() < 0.5:
@@ -309,6 +322,9 @@ class SimulatedDisk:
         self.fsync(fd)
 
     def ftruncate(self, fd: int, size: int) -> None:
+        if fd not in self._open:
+            # Of a process that has ended.
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         self._check("ftruncate")
         file = self._open[fd]
         assert file is not None
@@ -316,6 +332,13 @@ class SimulatedDisk:
             file.some_written_back(self._rng)
         os.ftruncate(fd, size)
         file.truncate(size)
+
+    def posix_fallocate(self, fd: int, at: int, size: int) -> None:
+        self._check("fallocate")
+        file = self._open[fd]
+        assert file is not None
+        file.extend(at + size)
+        os.posix_fallocate(fd, at, size)
 
     def unlink(self, path: Path) -> None:
         self._check("unlink")

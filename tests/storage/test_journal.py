@@ -8,7 +8,14 @@ import pytest
 
 from upr import failpoints
 from upr.storage import journal as journal_module
-from upr.storage.journal import Commit, Journal, JournalEntry, NumberedWrite, encode_record
+from upr.storage.journal import (
+    ROOM_BYTES,
+    Commit,
+    Journal,
+    JournalEntry,
+    NumberedWrite,
+    encode_record,
+)
 from upr_protocol.errors import DataDamagedError, DataDirectoryError, StorageFailedError
 
 VERSION = 7
@@ -105,8 +112,54 @@ def test_a_record_torn_at_any_byte_is_cut_off(tmp_path: Path, cut: int) -> None:
     os.truncate(file, size - cut)
     commits, torn = replayed(tmp_path / "j")
     assert commits == [commit(1), commit(2)]
-    assert torn == len(encode_record(commit(3))) - cut
+    # What it ends with may be room.
+    assert torn == len(encode_record(commit(3))[:-cut].rstrip(b"\0"))
     assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
+
+
+def test_room_behind_the_records_is_nothing_torn(tmp_path: Path) -> None:
+    ends_with_zeros = Commit(2, (JournalEntry(bytes(40)),))
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    journal.append(commit(1))
+    journal.append(ends_with_zeros)
+    # As a killed process leaves it.
+    (file,) = (tmp_path / "j").glob("*.journal")
+    left = file.read_bytes()
+    journal.close()
+    written = file.read_bytes()
+    assert len(left) > len(written) + ROOM_BYTES // 2
+    assert left.rstrip(b"\0") == written.rstrip(b"\0")
+    file.write_bytes(left)
+    assert [
+        found.problem or found.torn_bytes for found in Journal(tmp_path / "j", VERSION).inspect()
+    ] == [0, 0]
+    assert replayed(tmp_path / "j") == ([commit(1), ends_with_zeros], 0)
+    assert file.read_bytes() == written
+
+
+def test_a_record_torn_in_its_room_is_cut_off(tmp_path: Path) -> None:
+    (file,) = filled(tmp_path / "j", 2)
+    whole = file.read_bytes()
+    # The head and the end of the payload reached the disk, and what lies between did not.
+    file.write_bytes(whole + encode_record(commit(3))[:40] + bytes(ROOM_BYTES))
+    (torn,) = [one for one in Journal(tmp_path / "j", VERSION).inspect() if one.commit is None]
+    assert torn.torn_by_kill
+    commits, size = replayed(tmp_path / "j")
+    assert (commits, size) == ([commit(1), commit(2)], torn.torn_bytes)
+    assert file.read_bytes() == whole
+
+
+def test_room_of_a_segment_that_is_full_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 100)
+    older, newer = filled(tmp_path / "j", 2)
+    # Its new end was not recorded when the power went.
+    with older.open("ab") as file:
+        file.write(bytes(ROOM_BYTES))
+    assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
+    assert newer.exists()
 
 
 def test_appending_goes_on_behind_a_torn_record(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import lmdb
 
 from upr.engine.tail import Tail
+from upr.storage.journal import ROOM_BYTES
 from upr.storage.store import Store
 from upr_protocol.errors import NoRoomError, QuotaExceededError, TooManyError
 from upr_protocol.limits import SMALL_WAITING_BYTES_MAX, SMALL_WRITE_BYTES, WAITING_BYTES_MAX
@@ -24,9 +25,9 @@ RESERVE_FRACTION = 0.25
 frees can be used only by a later one."""
 GROWTH = 2
 """Largest ratio of a stored block to its rows in the tail: pages are partly filled."""
-BUCKET_BYTES = 2 * 2**20
+BUCKET_BYTES = 2 * 2**20 + ROOM_BYTES
 """Room that a flush takes besides, however little it stores: pages that it writes anew are free only two transactions later.
-And what the end of a bucket takes: a segment of the journal is begun, the proof is written."""
+What the journal makes room for ahead. And what the end of a bucket takes: a segment of the journal is begun, the proof is written."""
 ROOM_AGAIN_BYTES = 2**20
 """Room at which the trouble "no room" ends."""
 LOOK_SECONDS = 0.02
