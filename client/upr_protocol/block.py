@@ -15,7 +15,7 @@ A block may have further columns, of a meaning that is not known here: their cel
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, cast
@@ -123,6 +123,7 @@ class Block:
     times: bytes
     columns_crc: int
     further: Further = ()
+    _column_bytes: int = field(default=-1, init=False, repr=False, compare=False)
 
     @property
     def rows(self) -> int:
@@ -145,10 +146,11 @@ class Block:
     @property
     def column_bytes(self) -> int:
         """Bytes of all columns together."""
-        size = sum(map(len, self.columns))
-        for column in self.further:
-            size += len(column.offsets) + len(column.data)
-        return size
+        if self._column_bytes < 0:
+            self._column_bytes = sum(map(len, self.columns))
+            for column in self.further:
+                self._column_bytes += len(column.offsets) + len(column.data)
+        return self._column_bytes
 
     def __repr__(self) -> str:
         return f"<Block {len(self.runs)} runs, {self.rows} rows, {self.column_bytes} bytes>"
@@ -239,14 +241,15 @@ def check_block(block: Block, *, numbered: bool = True) -> None:
         CorruptBlockError: the CRC is wrong, or columns and table contradict each other.
         InvalidArgumentError: a key, value, partition or seqno is out of its range.
     """
-    crc = crc_of_columns(block.columns, block.further)
+    columns = block.columns
+    crc = crc_of_columns(columns, block.further)
     if crc != block.columns_crc:
         raise CorruptBlockError(
             f"the block's columns have CRC32C {crc:08x}; must be {block.columns_crc:08x}",
             hint="the bytes were damaged on the way or the writer computes the CRC differently",
         )
     look = None if COMPILED is None or block.further else COMPILED.sound
-    if look is not None and look(numbered, block.runs.tobytes(), *block.columns):
+    if look is not None and look(numbered, block.runs.tobytes(), *columns):
         return
     rows = _check_columns(block)
     _check_table(block.runs, rows)

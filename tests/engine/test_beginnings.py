@@ -172,7 +172,7 @@ def test_durable_markers_are_the_complete_ones(seed: int) -> None:
     high: dict[int, int] = dict.fromkeys(range(4), 0)
     horizon = dict(high)
     expected = dict(high)
-    markers = DurableMarkers(np.zeros(1024, np.uint64), np.zeros(1024, np.uint64))
+    markers, durable = DurableMarkers(*np.zeros((2, 1024), np.uint64)), np.zeros(1024, np.uint64)
     for _ in range(30):
         tables = []
         for _ in range(rng.randint(1, 4)):
@@ -188,7 +188,8 @@ def test_durable_markers_are_the_complete_ones(seed: int) -> None:
                     expected[partition] = end
             columns = [list(column) for column in zip(*runs, strict=True)]
             tables.append(make_runs(columns[0], 1, *columns[1:]))
-        markers.became_durable(tables)
+        markers.became_durable(tables, durable)
+        assert durable[:4].tolist() == list(high.values())
         assert {p: int(markers.seqno[p]) for p in range(4)} == expected
 
 

@@ -62,7 +62,8 @@ def test_stable_is_what_a_model_says(seed: int) -> None:
                 start = durable[partition]
                 durable[partition] += rng.randrange(1, 5)
                 end = durable[partition]
-                markers.became_durable([make_runs([partition], [end - start], start, end, end)])
+                runs = make_runs([partition], [end - start], start, end, end)
+                markers.became_durable([runs], nothing.copy())
             case "told":
                 seqno = rng.randrange(20)
                 copies.acknowledged(one, *told(**{f"p{partition}": seqno}))

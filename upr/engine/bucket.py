@@ -243,7 +243,7 @@ class Bucket:
         assert not self.proven, "the clean-shutdown proof must be gone before anything is numbered"
         if known is not None:
             block = select_runs(block, ~known.seen)
-        else:
+        elif copies:
             self._check_copies(copies, block.runs, None)
         block, refused = self._admit(block, call, short)
         if call is not None:
@@ -518,21 +518,19 @@ class Bucket:
 
     def take_commit(self) -> Commit | None:
         """Return the next commit for the journal; None if there is none. One commit is pending at a time."""
-        tail = self.tail
+        tail, entries, size = self.tail, list[JournalEntry](), 0
         # What gathered in memory is encoded here, once for journal, followers and flush.
-        tail.close_open()
-        if tail.taken == tail.end or self.failure is not None:
+        end = tail.end
+        if tail.taken == end or self.failure is not None:
             return None
-        first, size = tail.taken, 0
-        end = first
-        while end < tail.end and (end == first or size < COMMIT_BYTES):
-            size += len(tail[end].data)
-            end += 1
-        entries = tail.range(first, end)
-        commit = Commit(self._next_commit, tuple(JournalEntry(e.data, e.writes) for e in entries))
-        for entry in entries:
-            entry.commit = commit.number
-        tail.taken = end
+        for entry in tail.range(tail.taken, end):
+            if size >= COMMIT_BYTES:
+                break
+            entries.append(JournalEntry(entry.data, entry.writes))
+            entry.commit = self._next_commit
+            size += len(entry.data)
+        commit = Commit(self._next_commit, tuple(entries))
+        tail.taken += len(entries)
         self._next_commit += 1
         return commit
 
@@ -542,10 +540,9 @@ class Bucket:
         self._wake(memory=False)
 
     def _became_durable(self, entries: Sequence[TailEntry]) -> None:
-        for entry in entries:
-            put_ends(entry.runs, self.partitions.durable)
         if entries:
-            self.markers.became_durable([entry.runs for entry in entries])
+            runs = [entry.runs for entry in entries]
+            self.markers.became_durable(runs, self.partitions.durable)
 
     def fail(self, error: StorageFailedError) -> None:
         """Refuse all writes: the state of the disk is unknown."""

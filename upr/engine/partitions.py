@@ -187,12 +187,17 @@ class DurableMarkers:
         self._horizon = horizon.copy()
         self._incomplete = bool((horizon > complete).any())
 
-    def became_durable(self, tables: Sequence[Runs]) -> None:
-        """Take note of run tables that are durable from now on, in the order of their numbering."""
+    def became_durable(self, tables: Sequence[Runs], durable: U64) -> None:
+        """Take note of run tables that are durable from now on, in the order of their numbering.
+
+        Args:
+            durable: each partition's durable high seqno, which moves.
+        """
         runs = joined_runs(tables)
         if not self._incomplete and are_complete(runs):
-            put_ends(runs, self.seqno, self._horizon)
+            put_ends(runs, durable, self.seqno, self._horizon)
             return
+        put_ends(runs, durable)
         for table in tables:
             note_markers(table, self.seqno, self._horizon)
         self._incomplete = bool((self._horizon > self.seqno).any())

@@ -214,7 +214,8 @@ class Tail:
     @property
     def end(self) -> int:
         """The number that the next entry will get; what is numbered later has it, or a larger one."""
-        self.close_open()
+        if self._open:
+            self.close_open()
         return self.first + len(self._entries)
 
     @property
@@ -299,7 +300,7 @@ class Tail:
         block = join_blocks(self._open)
         writes = tuple(self._writes)
         if len(self._open) == 1:
-            writes = tuple(write._replace(runs=b"") for write in writes)
+            writes = tuple([NumberedWrite(write.producer, write.number) for write in writes])
         entry = TailEntry(block.runs, encode_block(block), writes, self._newest)
         self._open, self._writes = [], []
         self._grow(-self._open_size)

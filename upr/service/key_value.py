@@ -623,8 +623,10 @@ class _WriteCall:
 
     def _awaits_commit(self, pending: _Pending) -> bool:
         """Return whether a write waits for the journal and nothing else, and what ends that is still to come."""
-        disk, bucket = self._host.disk, self._host.bucket
-        if pending.copies > 0 or self._is_durable(pending) or not self._host.may_answer:
+        disk, bucket, written = self._host.disk, self._host.bucket, pending.written
+        if written is None or pending.copies or written.entry < bucket.tail.durable:
+            return False
+        if not self._host.may_answer:
             return False
         if disk.gone is not None or bucket.failure is not None:
             return False
@@ -656,8 +658,8 @@ class _WriteCall:
             pending = self._pending[0]
             if not self._is_durable(pending):
                 await self._wait()
-            if pending.written is not None and not self._is_durable(pending):
-                await self._until_durable(pending, pending.written)
+                if pending.written is not None and not self._is_durable(pending):
+                    await self._until_durable(pending, pending.written)
             results = self._due()
             if not results:
                 continue
@@ -690,12 +692,12 @@ class _WriteCall:
         Nothing is returned when another server may be the active one by now.
         """
         results = [_result(self._pending[0])]
-        size = results[0].ByteSize()
+        size = 0
         for pending in itertools.islice(self._pending, 1, None):
+            size += results[-1].ByteSize()
             if not self._together or not self._is_durable(pending) or size >= FRAME_BYTES:
                 break
             results.append(_result(pending))
-            size += results[-1].ByteSize()
         # Last, because a process may stand still at any moment, and what was looked at before is old then.
         if self._host.may_answer or all(one.HasField("refused") for one in results):
             return results
@@ -817,15 +819,17 @@ def _result(pending: _Pending) -> wire.WriteResult:
         return wire.WriteResult(number=pending.number, refused=problem_of(pending.error))
     written = pending.written
     assert written is not None
-    nothing = written.refused and not len(written.runs)
-    return wire.WriteResult(
+    result = wire.WriteResult(
         number=pending.number,
-        refused=problem_of(next(iter(written.refused.values()))) if nothing else None,
         runs=written.runs.tobytes(),
         failover_ids=written.failover_ids,
-        duplicate=written.duplicate and not nothing,
-        refused_partitions=[
-            types.RefusedPartition(partition=p, problem=problem_of(e))
-            for p, e in written.refused.items()
-        ],
+        duplicate=written.duplicate,
     )
+    for partition, error in written.refused.items():
+        result.refused_partitions.add(partition=partition, problem=problem_of(error))
+        if not result.runs:
+            # Nothing was applied: the first reason is that of the whole.
+            result.duplicate = False
+            if not result.HasField("refused"):
+                result.refused.CopyFrom(problem_of(error))
+    return result

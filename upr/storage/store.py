@@ -184,6 +184,8 @@ class Store:
             self._aside = self._tables[b"aside"]
             self._hashes = self._tables[b"hashes"]
             self._hashes_hold = True
+            # What is left in the map, and after how many transactions that was so: to ask for each write takes longer.
+            self._writes, self._map_room = 0, (-1, 0)
             self._drop_old_hashes()
             self._page = int(self._env.stat()["psize"])
             self.map_size = int(self._env.info()["map_size"])
@@ -217,11 +219,14 @@ class Store:
     @contextmanager
     def _writing(self) -> Iterator[Any]:
         """Begin a write transaction, which vouches for the hashes of keys."""
-        with self._env.begin(write=True) as txn:
-            yield txn
-            if self._hashes_hold:
-                told = keyspace.seal(txn.id().to_bytes(8, "little"), keyspace.HASHED)
-                txn.put(keyspace.HASHED, told, db=self._meta)
+        try:
+            with self._env.begin(write=True) as txn:
+                yield txn
+                if self._hashes_hold:
+                    told = keyspace.seal(txn.id().to_bytes(8, "little"), keyspace.HASHED)
+                    txn.put(keyspace.HASHED, told, db=self._meta)
+        finally:
+            self._writes += 1
 
     def lost(self) -> str:
         """Return how the environment's file was lost, in words; empty if it was not."""
@@ -579,12 +584,16 @@ class Store:
         Half of the free pages inside the file count, and only when the map is more than half full: values larger than a
         page need adjacent free pages.
         """
-        info = self._env.info()
-        end = int(info["last_pgno"] + 1) * self._page
-        behind = self.map_size - end
-        if behind > end:
-            return behind
-        return behind + max(end - self.used_bytes(), 0) // 2
+        writes, room = self._map_room
+        if writes != self._writes:
+            # Before it is measured: a transaction may end meanwhile.
+            writes = self._writes
+            end = int(self._env.info()["last_pgno"] + 1) * self._page
+            room = self.map_size - end
+            if room <= end:
+                room += max(end - self.used_bytes(), 0) // 2
+            self._map_room = writes, room
+        return room
 
     def producer_number(self, name: bytes) -> int:
         """Return the largest stored number of a producer, 0 for none; DataDamagedError if it cannot be read."""

@@ -5,7 +5,7 @@ bucket's background workers are handed a Disk.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -156,8 +156,8 @@ class Disk:
         """Run a function of a few short transactions in a reader thread."""
         return await self._in(self._readers.run, call)
 
-    async def in_journal_thread(self, call: Callable[[], _T]) -> _T:
-        return await self._in(self._journal_thread.run, call)
+    def in_journal_thread(self, call: Callable[[], _T]) -> Coroutine[Any, Any, _T]:
+        return self._in(self._journal_thread.run, call)
 
     async def _in(
         self, run: Callable[[Callable[[], _T]], Awaitable[_T]], call: Callable[[], _T]
