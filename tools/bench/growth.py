@@ -1,4 +1,6 @@
-"""Growth of a bucket: what sustained ingest of keys that are all different, a restart and drains cost, by the number of rows."""
+"""Growth of a bucket: what sustained ingest of keys that are all different, a restart, drains and gets cost, by the number
+of rows.
+"""
 
 import asyncio
 import random
@@ -7,11 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import grpc.aio
+import numpy as np
+
 from tests.harness import RunningServer
+from tools.bench.children import bare_calls, bare_server
 from tools.bench.common import VALUE_BYTES, Figure, Row, WrongResultError, drain, server
 from tools.bench.cpu import Spent, until_idle, watch
 from upr_client import AsyncClient
 from upr_client.types import AsyncBucket
+from upr_protocol.wire.grpc import CLIENT_OPTIONS
 
 SIZES: Final = (200_000, 2_000_000, 10_000_000)
 BATCH: Final = 2000
@@ -21,6 +28,9 @@ KEPT: Final = 0.8
 """Target: the rate of the largest bucket as a share of the smallest one's."""
 DEARER: Final = 2.0
 """Target: CPU a row of a drain right after a restart, in that of a drain of the tail."""
+GETS: Final = 2000
+CALLS: Final = 2.0
+"""Target: p50 of a get, in bare unary calls of the same run."""
 _KEY_BYTES: Final = 16
 _DATA: Final = random.Random(1).randbytes(BATCH + VALUE_BYTES)
 
@@ -80,6 +90,29 @@ async def _drain(running: RunningServer, rows: int) -> _Cost:
     return _Cost(rows, spent())
 
 
+async def _gets(running: RunningServer, bare: str, rows: int) -> tuple[float, float]:
+    """Get keys here and there, one after the other; return p50 in milliseconds, and that of a bare unary call."""
+    draw = random.Random(2)
+    taken = []
+    async with (
+        AsyncClient(running.target) as client,
+        grpc.aio.insecure_channel(bare, options=CLIENT_OPTIONS) as channel,
+    ):
+        bucket = client.bucket()
+        calls = await bare_calls(channel, GETS // 2)
+        for _ in range(GETS):
+            # The first one was written twice.
+            number = draw.randrange(1, rows)
+            began = time.perf_counter()
+            value = await bucket.get(b"key-%012d" % number)
+            taken.append((time.perf_counter() - began) * 1e3)
+            at = number % BATCH
+            if value != _DATA[at : at + VALUE_BYTES]:
+                raise WrongResultError(f"key {number} has another value")
+        calls += await bare_calls(channel, GETS // 2)
+    return float(np.median(taken)), float(np.median(calls))
+
+
 def _anonymous(running: RunningServer) -> float:
     """Return the MiB of memory that are the server's alone."""
     status = Path(f"/proc/{running.pid}/status").read_text()
@@ -118,6 +151,10 @@ def _measure(rows: int, tail: list[_Cost]) -> Iterator[Figure]:
         yield Figure(f"{name}: drain after the start", drained.rate, "rows/s", note=note)
         dearer = drained.micros / tail[0].micros
         yield Figure(f"{name}: its CPU, of the tail's", dearer, "x", DEARER)
+        with bare_server() as bare:
+            p50, call = asyncio.run(_gets(running, bare, rows))
+        note = f"{p50:.2f} ms, a bare call {call:.2f}"
+        yield Figure(f"{name}: get, p50, in bare calls", p50 / call, "x", CALLS, note=note)
 
 
 def measure_growth(sizes: tuple[int, ...] = SIZES) -> Iterator[Figure]:
