@@ -73,6 +73,25 @@ def test_a_frame_found_at_the_last_look_is_sent() -> None:
         assert [r[1] for r in all_rows(sent_while_awake(follower, wake))] == [1], passed_over
 
 
+def test_a_frame_that_held_all_is_followed_by_nothing_unless_storage_failed() -> None:
+    b = bucket()
+    follower = Follower(b, FollowOptions(), CreditWindow(), Wake())
+    b.add_follower(follower)
+    follower.start([StartRequest(MINE, None, 0, None)])
+    for failure in (None, StorageFailedError("the disk is gone")):
+        write(b, MINE)
+        commit(b)
+        write(b, MINE)
+        b.failure = failure
+        assert follower.next_frame() is not None
+        assert follower.has_sent_all == (failure is None)
+        assert follower.next_frame() is None
+        assert [ended.why.reason for ended in follower.take_ended()] == ["STORAGE_ERROR"] * (
+            failure is not None
+        )
+        commit(b)
+
+
 def test_a_stream_whose_place_was_flushed_goes_on_at_once() -> None:
     b = bucket()
     follower, wake = following(b, MINE, window=50)

@@ -93,6 +93,19 @@ def test_a_promoted_replica_knows_the_numbers_that_came_with_the_blocks() -> Non
     assert not write(replica, 4, 9)
 
 
+def test_a_lone_write_names_itself_to_a_replica_and_to_nobody_else() -> None:
+    upstream = bucket()
+    replica = following(upstream, A)
+    consumer = Follower(upstream, FollowOptions(memory=True), CreditWindow(), Wake())
+    upstream.add_follower(consumer)
+    consumer.start([StartRequest(A, None, 0, None)])
+    for number, order in ((1, (replica, consumer)), (2, (consumer, replica))):
+        write(upstream, number, A)
+        for follower in order:
+            ((_, _, writes),) = received(follower)
+            assert [one.number for one in writes] == [number] * (follower is replica)
+
+
 def test_a_cut_out_names_the_writes_of_what_it_has() -> None:
     upstream = bucket()
     for number in range(1, 4):

@@ -41,7 +41,7 @@ from upr.engine.streams import (
 )
 from upr.engine.tail import Tail
 from upr.engine.tail_readers import TailReaders, Waiting
-from upr.storage.blocks import Encoded
+from upr.storage.blocks import FEW_RUNS, Encoded
 from upr.storage.read import ReadResult
 from upr.storage.search import StoredBeginning
 from upr.storage.store import ReadRequest
@@ -124,7 +124,7 @@ class Follower:
         """Seat in the group, for a call that names a member."""
         self._bucket = bucket
         self._table = bucket.partitions
-        self._token = np.zeros(PARTITIONS, np.uint32)
+        self._token = np.zeros(PARTITIONS, "<u4")
         self._last_token = 0
         self._seqno: U64 = np.zeros(PARTITIONS, np.uint64)
         self._horizon: U64 = np.zeros(PARTITIONS, np.uint64)
@@ -135,7 +135,7 @@ class Follower:
         self._from_store: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
         # Whether there may be any of those, and of those that come from there: a live stream is not looked for.
         self._may_read = self._may_join = False
-        self._groups = TailReaders(bucket.tail, options.memory, options.showing)
+        self._groups = TailReaders(bucket.tail, options.memory, bucket.followers, options.showing)
         self._waiting = self._groups.waiting = Waiting() if options.copies else None
         self._term = np.zeros(PARTITIONS, np.int64) if options.is_replica else None
         self._ready: list[tuple[int, int, Encoded]] = []
@@ -152,6 +152,7 @@ class Follower:
         self._told_high: U64 = np.zeros(PARTITIONS, np.uint64)
         self._told_purge: U64 = np.zeros(PARTITIONS, np.uint64)
         self._to_tell_purge: npt.NDArray[np.bool_] = np.zeros(PARTITIONS, bool)
+        self._tells_purge = False
         self._seen_raises = 0
         self._settled_raises = bucket.purge_raises
         self._stale: set[int] = set()
@@ -359,7 +360,7 @@ class Follower:
         p = np.array(partitions, np.int64)
         in_store = self._seqno[p] < self._table.stored[p]
         self._from_store[p] = in_store
-        self._may_read = True
+        self._may_read, self._live = True, False
         p = p[~in_store]
         if soon:
             self._groups.coming[p] = self._may_join = True
@@ -431,6 +432,12 @@ class Follower:
         It may when the frame before held all that there was, only the tail has grown since, and no stream has an end.
         """
         return self._live and not self._groups.at_end
+
+    @property
+    def has_sent_all(self) -> bool:
+        """Return whether the frame before held all that there was, so that the next one is preceded by a ``wake``."""
+        # After a failure the next look ends the streams that wait for more.
+        return self._live and self._bucket.failure is None
 
     def take_ended(self) -> list[Ended]:
         """Return the waiting ends, once, oldest first."""
@@ -526,18 +533,18 @@ class Follower:
 
     def _note_raises(self) -> None:
         """Note the purge seqnos for the next frame, before it is built: streams may end with it."""
-        if self._seen_raises == self._bucket.purge_raises:
-            return
         self._seen_raises = self._bucket.purge_raises
         self._to_tell_purge |= (self._token != 0) & (self._table.purge > self._told_purge)
+        self._tells_purge = bool(self._to_tell_purge.any())
 
     def take_purge_seqnos(self) -> list[tuple[int, int]]:
         """Return (partition, purge seqno) of the streams whose purge seqno is new with the frame just built."""
-        self._note_raises()
-        if not self._to_tell_purge.any():
+        if self._seen_raises != self._bucket.purge_raises:
+            self._note_raises()
+        if not self._tells_purge:
             return []
         raised = self._to_tell_purge & (self._table.purge > self._told_purge)
-        self._to_tell_purge[:] = False
+        self._to_tell_purge[:] = self._tells_purge = False
         self._told_purge[raised] = self._table.purge[raised]
         partitions = np.flatnonzero(raised)
         return list(zip(partitions.tolist(), self._table.purge[partitions].tolist(), strict=True))
@@ -547,7 +554,7 @@ class Follower:
     def next_read(self) -> tuple[list[ReadRequest], int] | None:
         """Return the next read of the store and its byte limit; None when no stream needs one."""
         self._settle_purges()
-        if self._reading or self._ready:
+        if self._live or self._reading or self._ready:
             return None
         waiting = np.flatnonzero(self._from_store & (self._bucket.purging <= self._seqno))
         size = self._unfit[2] if self._unfit is not None and self._is_held_up() else 1
@@ -603,23 +610,27 @@ class Follower:
 
     def next_frame(self) -> FrameOut | None:
         """Return the next frame, and spend its credit; None when there is nothing to send or no credit."""
-        self._settle_purges()
-        # Streams whose place in the tail was flushed away go back to the store.
-        self._attach(self._groups.take_dropped())
-        self._note_raises()
-        stable = self._stable()
+        if self._seen_raises != self._bucket.purge_raises:
+            self._settle_purges()
+            self._note_raises()
+        if dropped := self._groups.take_dropped():
+            # Their place in the tail was flushed away: they go back to the store.
+            self._attach(dropped)
+        stable = None if self._waiting is None else self._stable()
         if stable is not None:
             # Streams whose next run has become stable go on.
             self._attach(self._groups.take_stable(stable))
-        frame = self._frame_from_store(stable)
-        self._frames_since += frame is not None
-        if self._frames_since >= FRAMES_UNTIL_JOINED or not self._is_reading():
-            self._join_tail()
-        if frame is None and (self._ready or self._is_held_up()):
-            # Blocks from the store wait for credit. Smaller frames from the tail must not use it up for ever.
-            # A consumer may take as long as it likes to give credit: what it waits for is not kept.
-            self.put_back()
-            return None
+        frame = None
+        if not self._live:
+            frame = self._frame_from_store(stable)
+            self._frames_since += frame is not None
+            if self._frames_since >= FRAMES_UNTIL_JOINED or not self._is_reading():
+                self._join_tail()
+            if frame is None and (self._ready or self._is_held_up()):
+                # Blocks from the store wait for credit. Smaller frames from the tail must not use it up for ever.
+                # A consumer may take as long as it likes to give credit: what it waits for is not kept.
+                self.put_back()
+                return None
         for _ in range(STEPS_AT_ONCE):
             if frame is None:
                 moves = self._groups.moves
@@ -630,7 +641,8 @@ class Follower:
                     return None
             if frame is not None:
                 self.credit.spend(frame.size)
-                self._live = self._groups.at_end and not self._has_ends and not self._is_reading()
+                is_live = self._live or not (self._has_ends or self._is_reading())
+                self._live = is_live and self._groups.at_end
                 return frame
         # Entries were passed over and there are more: others have their turn first.
         self.wake()
@@ -659,7 +671,7 @@ class Follower:
     @property
     def ready_bytes(self) -> int:
         """Return the bytes of blocks that were read, and not sent."""
-        return sum([block.size for _, _, block in self._ready])
+        return sum([block.size for _, _, block in self._ready]) if self._ready else 0
 
     @property
     def is_past_store(self) -> bool:
@@ -757,24 +769,20 @@ class Follower:
             self._seqno,
             self._horizon,
             self._until if self._has_ends else None,
-            min(FRAME_BYTES, left),
+            left if left < FRAME_BYTES else FRAME_BYTES,
             self._limit if exact else None,
             stable,
         )
         if taken is None:
             return None
         selection = taken.selection
-        if not self.credit.may_send(selection.size):
+        if selection.size > left and not self.credit.may_send(selection.size):
             # A block larger than the free credit is sent once nearly everything else was consumed.
             return None
         self._groups.commit(taken)
-        runs = selection.runs
-        partitions = runs["partition"]
-        tokens = self._token[partitions].astype("<u4").tobytes()
-        self._seqno[partitions] = runs["end_seqno"]
-        # Of several runs of a partition in one frame the last one counts, and its horizon is the highest.
-        self._horizon[partitions] = np.maximum(self._horizon[partitions], runs["horizon"])
+        tokens, rows = self._move_on(selection.runs)
         if self._has_ends:
+            partitions = selection.runs["partition"]
             seqnos = self._seqno[partitions]
             done = (seqnos >= self._until[partitions]) & (self._horizon[partitions] <= seqnos)
             self._end(partitions[done].tolist(), FINISHED)
@@ -782,10 +790,27 @@ class Follower:
             self._reach_beyond(taken.beyond)
         if not selection.blocks:
             return None
-        rows = int(runs["count"].sum())
         return FrameOut(
             selection.blocks, tokens, selection.size, rows, selection.messages, selection.writes
         )
+
+    def _move_on(self, runs: Runs) -> tuple[bytes, int]:
+        """Move the streams behind runs of the tail; return each run's token, and the rows of all."""
+        if len(runs) <= FEW_RUNS:
+            # One by one: a vectorised statement costs more than a few runs do.
+            rows, tokens = 0, b""
+            for partition, count, _, end, horizon, _ in runs.tolist():
+                rows += count
+                tokens += self._token[partition].tobytes()
+                self._seqno[partition] = end
+                if horizon > self._horizon[partition]:
+                    self._horizon[partition] = horizon
+            return tokens, rows
+        partitions = runs["partition"]
+        self._seqno[partitions] = runs["end_seqno"]
+        # Of several runs of a partition in one frame the last one counts, and its horizon is the highest.
+        self._horizon[partitions] = np.maximum(self._horizon[partitions], runs["horizon"])
+        return self._token[partitions].tobytes(), int(runs["count"].sum())
 
     # Lag
 

@@ -4,7 +4,8 @@ Followers that stand at the same entry and are shown the same runs in the same w
 of them, up to the encoded message: see ``Tail.shared``. Entries never change, so it holds as long as it is kept.
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from upr.engine.streams import Messages
 from upr.engine.tail import Tail, TailEntry, join_encoded
-from upr.storage.blocks import are_complete, joined_runs
+from upr.storage.blocks import FEW_RUNS, are_complete, joined_runs
 from upr.storage.journal import NumberedWrite
 from upr.storage.read import EVERYTHING, Showing
 from upr_protocol.block import I64, U64, Runs, select_runs, slice_runs
@@ -134,16 +135,23 @@ class _Span:
 class TailReaders:
     """Groups of partitions that read the tail from the same entry; at most one group an entry.
 
+    Args:
+        followers: all that read the tail; what is taken as it is is kept for the others only if there are any.
+
     Attributes:
         moves: how often a group moved on.
     """
 
-    def __init__(self, tail: Tail, memory: bool, showing: Showing = EVERYTHING) -> None:
+    def __init__(
+        self, tail: Tail, memory: bool, followers: Sized, showing: Showing = EVERYTHING
+    ) -> None:
         self._tail = tail
         self._showing = showing
         self._memory = memory
+        self._followers = followers
         self.waiting: Waiting | None = None
         """Those that wait to be stable; None where everything durable is shown."""
+        # The one that is furthest behind first.
         self._groups: list[_Group] = []
         self.coming = np.zeros(PARTITIONS, bool)
         """Partitions that join soon, several at once."""
@@ -157,20 +165,16 @@ class TailReaders:
     @property
     def at_end(self) -> bool:
         """Whether there is nothing to be taken now."""
-        limit = self._limit
-        return all(group.next_entry >= limit for group in self._groups)
+        return not self._groups or self._groups[0].next_entry >= self._limit
 
     def join(self, partitions: Sequence[int] | I64, entry: int) -> None:
         """Let partitions read from an entry on."""
         if not len(partitions):
             return
-        for group in self._groups:
-            if group.next_entry == entry:
-                group.members[partitions] = True
-                return
-        group = _Group(entry)
-        group.members[partitions] = True
-        self._groups.append(group)
+        at = bisect_left(self._groups, entry, key=lambda group: group.next_entry)
+        if at == len(self._groups) or self._groups[at].next_entry != entry:
+            self._groups.insert(at, _Group(entry))
+        self._groups[at].members[partitions] = True
 
     def leave(self, partitions: Iterable[int]) -> None:
         gone = list(partitions)
@@ -194,10 +198,10 @@ class TailReaders:
 
     def take_dropped(self) -> list[int]:
         """Remove and return the partitions whose next entry is not in the tail any more."""
-        behind = [group for group in self._groups if group.next_entry < self._tail.first]
-        if not behind:
+        if not self._groups or self._groups[0].next_entry >= self._tail.first:
             return []
-        self._groups = [group for group in self._groups if group.next_entry >= self._tail.first]
+        behind = [group for group in self._groups if group.next_entry < self._tail.first]
+        self._groups = self._groups[len(behind) :]
         members = np.logical_or.reduce([group.members for group in behind])
         dropped: list[int] = np.flatnonzero(members).tolist()
         return dropped
@@ -221,15 +225,19 @@ class TailReaders:
             limit: the largest horizon that each stream may be sent, shape (1024,); None: no stream has one.
             stable: the largest that each may be sent now; None: what is durable is.
         """
-        self._merge_groups()
-        waiting = [g for g in self._groups if self._tail.first <= g.next_entry < self._limit]
-        if not waiting:
+        if not self._groups:
             return None
-        group = min(waiting, key=lambda g: g.next_entry)
-        others = [g.next_entry for g in self._groups if g.next_entry > group.next_entry]
-        # Stopping where the next group stands lets the two become one.
-        end = min([self._limit, *others])
+        group, end = self._groups[0], self._limit
         first = group.next_entry
+        if not self._tail.first <= first < end:
+            return None
+        if len(self._groups) > 1:
+            # Stopping where the next group stands lets the two become one.
+            end = min(end, self._groups[1].next_entry)
+        if end == first + 1 and until is None and limit is None and stable is None:
+            whole = self._whole(group, seqno)
+            if whole is not None:
+                return Taken(group, whole)
         enough = min(end, first + SPAN_AT_ONCE)
         state = (seqno, horizon, until, limit, stable)
         while True:
@@ -241,6 +249,28 @@ class TailReaders:
             if selection.blocks or selection.next_entry >= enough or len(span.entries) == 1:
                 return taken
             first = selection.next_entry
+
+    def _whole(self, group: _Group, seqno: U64) -> Selection | None:
+        """Return the group's next entry if it has few runs, and each is wanted as it is; None to look at it run by run.
+
+        A write that comes alone is this to most followers: it must not cost what a large one does.
+        """
+        first = group.next_entry
+        [entry] = self._tail.range(first, first + 1)
+        if len(entry.runs) > FEW_RUNS or not self._showing.as_they_are:
+            return None
+        for partition, _, start, *_ in entry.runs.tolist():
+            if not group.members[partition] or seqno[partition] > start:
+                return None
+        place, is_shared = (first, self._showing.writes), len(self._followers) > 1
+        if is_shared and isinstance(known := self._tail.shared.get(place), Selection):
+            return known
+        whole = Selection(first + 1, [entry.data], entry.runs, len(entry.data))
+        if self._showing.writes:
+            whole.writes = [(0, write) for write in entry.writes]
+        if is_shared:
+            self._tail.shared.put(place, whole, 2 * whole.size)
+        return whole
 
     def _fitting(
         self, group: _Group, first: int, end: int, state: _State, max_bytes: int
@@ -382,22 +412,14 @@ class TailReaders:
     def commit(self, taken: Taken) -> None:
         """Move the group behind the blocks it took."""
         taken.group.next_entry = taken.selection.next_entry
+        if len(self._groups) > 1 and self._groups[1].next_entry == taken.selection.next_entry:
+            taken.group.members |= self._groups.pop(1).members
         self.moves += 1
         if taken.unstable is not None:
             assert self.waiting is not None
             partitions = taken.unstable["partition"].astype(np.int64)
             self.leave(partitions.tolist())
             self.waiting.add(partitions, taken.unstable["horizon"], taken.first)
-
-    def _merge_groups(self) -> None:
-        if len(self._groups) < 2:
-            return
-        by_entry: dict[int, _Group] = {}
-        for group in self._groups:
-            same = by_entry.setdefault(group.next_entry, group)
-            if same is not group:
-                same.members |= group.members
-        self._groups = list(by_entry.values())
 
 
 def _reaches_beyond(group: _Group, runs: Runs, state: _State) -> bool:
