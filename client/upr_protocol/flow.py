@@ -159,9 +159,6 @@ class Liveness:
         self._heard = min(self._heard + (now - due), now)
         return now - due
 
-    def _heartbeat_at(self) -> float:
-        return self._sent + self._interval
-
     def _gone_at(self) -> float:
         return self._heard + self._interval * SILENT_INTERVALS
 
@@ -169,11 +166,11 @@ class Liveness:
         """Whether nothing was sent for one interval."""
         # The same sum as in next_deadline, not a difference: rounding must never make a caller that slept until
         # the deadline find that nothing is due.
-        return now >= self._heartbeat_at()
+        return now >= self._sent + self._interval
 
     def next_deadline(self) -> float:
         """The time at which a heartbeat falls due or the peer counts as gone, whichever is first."""
-        return min(self._heartbeat_at(), self._gone_at())
+        return min(self._sent + self._interval, self._gone_at())
 
     def peer_is_late(self, now: float) -> bool:
         """Whether nothing arrived for an interval and a half."""

@@ -11,10 +11,12 @@ import grpc
 import pytest
 
 from tests.harness import WAIT_SECONDS, pass_turns
+from upr.engine import follower as follower_module
 from upr.engine.streams import SHUTTING_DOWN
 from upr.service import follow as follow_module
 from upr.service.buckets.catalog import Catalog
 from upr.service.change_stream import ChangeStreamMethods
+from upr.service.conversation import Conversation, Outgoing
 from upr.service.overload.intake import Intake
 from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import ShuttingDownError
@@ -276,6 +278,45 @@ async def test_a_small_frame_waits_for_its_round_and_everything_else_does_not(
     await transport.until(lambda: ends(transport)[-1:] == [SHUTTING_DOWN.reason])
     transport.half_close()
     await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_behind_a_frame_that_held_all_there_was_nothing_is_looked_for(
+    methods: ChangeStreamMethods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = methods._catalog.find("default").bucket
+    transport = Transport(stability=types.STABILITY_MEMORY)
+    call = begin(methods, transport)
+    of.proven = False
+    transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=1)]))
+    await transport.until(lambda: len(of.followers) == 1 and len(transport.told) >= 3)
+    await pass_turns()
+    looks: list[float] = []
+    look = Conversation.next_message
+
+    def counted(talk: Conversation, now: float, hold: Callable[[bool], bool]) -> Outgoing | None:
+        looks.append(now)
+        return look(talk, now, hold)
+
+    monkeypatch.setattr(Conversation, "next_message", counted)
+    monkeypatch.setattr(follower_module, "FRAME_BYTES", 1)
+    block = sealed(replace(build_block([b"k"], [b"v"]), runs=make_runs([1], [1])))
+    due = 0
+
+    def is_sent() -> bool:
+        return len(frames(transport)) == due
+
+    for entries in (1, 1, 2, 1):
+        due += entries
+        for _ in range(entries):
+            of.write(block, b"", None, 0, 1)
+            of.tail.close_open()
+        await transport.until(is_sent)
+        await pass_turns()
+        assert len(looks) == due
+    transport.say(stop=wire.Stop(partitions=[1]))
+    await transport.until(lambda: ends(transport) == ["STOPPED"])
+    await stop(call)
 
 
 def frames(transport: Transport) -> list[bytes]:

@@ -13,7 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -257,7 +257,8 @@ PLAIN_AT_ONCE_BYTES = 32 * 2**10
 """Size from which a frame of plain rows is built message by message, as it is sent."""
 
 
-class Outgoing(NamedTuple):
+@dataclass(slots=True)
+class Outgoing:
     """Message to send.
 
     Args:
@@ -303,7 +304,7 @@ class Conversation:
         self._beat_now = False
         self._told_unkept = False
         self._wake = wake
-        self.before_frames: Callable[[], wire.FollowResponse | None] = lambda: None
+        self.before_frames: Callable[[], wire.FollowResponse | None] | None = None
         """Returns what must be sent before the next frame, None for nothing."""
         self.follower = Follower(bucket, options, credit, wake)
         self.starts = WaitingStarts(self._answer)
@@ -469,7 +470,7 @@ class Conversation:
             return None
         if self._out:
             return Outgoing(self._out.popleft())
-        if not self._ended:
+        if self.follower.has_ended:
             self._ended.extend(self.follower.take_ended())
         if self._ended:
             return Outgoing(wire.FollowResponse(ended=_ended_message(self._ended.popleft())))
@@ -489,20 +490,21 @@ class Conversation:
             return Outgoing(wire.FollowResponse(heartbeat=beat))
         if self.ending is not None:
             self.over = True
-            ended = wire.Ended(problem=problem_of(self.ending.error()))
-            return Outgoing(wire.FollowResponse(ended=ended))
+            last = wire.Ended(problem=problem_of(self.ending.error()))
+            return Outgoing(wire.FollowResponse(ended=last))
         if hold(self.follower.may_wait):
             return None
         return self._next_frame()
 
     def _next_frame(self) -> Outgoing | None:
-        first = self.before_frames()
-        if first is not None:
+        if self.before_frames is not None and (first := self.before_frames()) is not None:
             return Outgoing(first)
         frame = self.follower.next_frame()
         if frame is None:
             return None
-        raised = b"".join(_POSITION.pack(*one) for one in self.follower.take_purge_seqnos())
+        raised = b""
+        if told := self.follower.take_purge_seqnos():
+            raised = b"".join([_POSITION.pack(*one) for one in told])
         plain = self.follower.options.plain_rows
         if plain and frame.size >= PLAIN_AT_ONCE_BYTES:
             return Outgoing(plain_messages(frame.blocks, frame.tokens, raised), frame)

@@ -8,7 +8,7 @@ writes to an ended call.
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -92,16 +92,16 @@ class FollowCall:
         self._unheard = False
         self._context = context
         self._liveness = liveness
-        self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        # When the timer is due. Not asked of it: uvloop's has no time if it is due at once.
-        self._due = math.inf
-        self._sending = Sender(self._wake.set, self._end_slow)
+        self._sending = Sender(self._wake, self._end_slow)
         self._sent = asyncio.Event()
         self._half_closed = False
         self._left = False
         self._reads: set[asyncio.Task[None]] = set()
-        now = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        # Done from when there may be something to send; then another one takes its place.
+        self._woken = self._loop.create_future()
+        now = self._loop.time()
         self._talk = Conversation(host.bucket, options, credit, liveness, self._wake_up, now)
         self.follower = self._talk.follower
         self.say = self._talk.say
@@ -109,7 +109,7 @@ class FollowCall:
         self._sender: asyncio.Task[None] | None = None
         self._tables: TableFeed | None = None
         if options.is_replica:
-            self._tables = TableFeed(host, self.follower, self.say, self._drained, self._wake.set)
+            self._tables = TableFeed(host, self.follower, self.say, self._drained, self._wake)
             self._talk.before_frames = self._tables.changed_cuts
         # Bytes that a read under way may bring, and those of the frame that gRPC has.
         self._reserved = self._frame_bytes = 0
@@ -121,13 +121,17 @@ class FollowCall:
     def _wake_up(self) -> None:
         """Wake the sender, unless it could only send a frame that waits for its round."""
         if not self._is_held or self._talk.is_urgent:
-            self._wake.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
 
     def _hold(self, may_wait: bool) -> bool:
         """Return whether a frame must wait for its round, or for room."""
         # A replica's writers wait for it.
-        may_wait = may_wait and self._is_small and not self.follower.options.is_replica
-        in_round = not may_wait or self._rounds.join(self._wake.set)
+        may_wait = may_wait and self._is_small and self._tables is None
+        in_round = not may_wait or self._rounds.join(self._wake)
         self._is_held = not in_round or not self._room.join(self._sending)
         return self._is_held
 
@@ -138,7 +142,7 @@ class FollowCall:
             self._room.leave(self._sending)
             self._room = self._room_of_readers
             self._room.hold(self._sending, held, sending=is_sending)
-            self._wake.set()
+            self._wake()
 
     def _account(self) -> None:
         """Tell the room what is on its way: what is read, was read, and is sent."""
@@ -156,14 +160,15 @@ class FollowCall:
 
     def close(self) -> None:
         self._arriving.close()
-        self._stop_timer()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._trace is not None:
             self._trace.close()
         self._room.leave(self._sending)
         self._host.users.discard(self.bucket_gone)
         if self._tables is not None:
             self._tables.close()
-        self._talk.close(asyncio.get_running_loop().time(), left=self._left)
+        self._talk.close(self._loop.time(), left=self._left)
 
     async def run(self) -> None:
         """Serve until the client half-closes, goes silent, or the call is ended.
@@ -173,6 +178,7 @@ class FollowCall:
         """
         reader = asyncio.create_task(self._read())
         sender = self._sender = asyncio.create_task(self._send())
+        sender.add_done_callback(lambda _: self._room.leave(self._sending))
         try:
             await self._watch(sender)
             if self._cut is not None:
@@ -215,14 +221,13 @@ class FollowCall:
         Raises:
             TimeoutError: the client accepts nothing, not even the end of the call.
         """
-        loop = asyncio.get_running_loop()
         while not sender.done():
             deadline = min(self._liveness.next_deadline(), self._writing_until)
             # Look again: a write may have begun meanwhile.
-            left = min(max(deadline - loop.time(), 0.01), self._reader_seconds)
-            due = loop.time() + left
+            left = min(max(deadline - self._loop.time(), 0.01), self._reader_seconds)
+            due = self._loop.time() + left
             await asyncio.wait({sender}, timeout=left)
-            now = loop.time()
+            now = self._loop.time()
             # Nothing could be sent either while the process stood still.
             self._writing_until += self._liveness.woke(now, due)
             if not sender.done() and self._must_end(now):
@@ -248,28 +253,29 @@ class FollowCall:
 
     async def _write(self, message: Any, size: int = 0) -> None:
         """Write a message; allow more time for a large value on a slow link."""
-        patience = self._reader_seconds + max(size - FRAME_BYTES, 0) / SLOW_BYTES_A_SECOND
-        self._writing_until = asyncio.get_running_loop().time() + patience
+        patience = self._reader_seconds
+        if size > FRAME_BYTES:
+            patience += (size - FRAME_BYTES) / SLOW_BYTES_A_SECOND
+        self._writing_until = self._loop.time() + patience
         await self._context.write(message)
         self._writing_until = math.inf
 
     async def _take(self, request: Any) -> None:
         """Handle a message; one about many streams waits for its turn."""
-        loop = asyncio.get_running_loop()
         if request.WhichOneof("message") in ("pong", "credit"):
             self._found_reading()
         seconds = seconds_of_streams(request)
         if seconds < CHEAP_SECONDS:
-            self._talk.take(request, loop.time(), self._host.disk.clock.now())
+            self._talk.take(request, self._loop.time(), self._host.disk.clock.now())
             return
         self._unheard = True
         try:
             await self._callers.turn(self._peer, seconds)
         finally:
             self._unheard = False
-            self._liveness.heard(loop.time())
+            self._liveness.heard(self._loop.time())
         with self._callers.charged(self._peer, seconds):
-            self._talk.take(request, loop.time(), self._host.disk.clock.now())
+            self._talk.take(request, self._loop.time(), self._host.disk.clock.now())
 
     def _parsed(self, raw: bytes) -> wire.FollowRequest | None:
         """Parse a message; an invalid or too large one ends the call."""
@@ -283,7 +289,7 @@ class FollowCall:
             )
         except InvalidArgumentError as error:
             self.end(EndReason.of(error))
-            self._wake.set()
+            self._wake()
             return None
         return request
 
@@ -308,33 +314,31 @@ class FollowCall:
             await asyncio.sleep(LOST_SECONDS)
         self._left = True
         self._half_closed = True
-        self._wake.set()
+        self._wake()
 
     async def _send(self) -> None:
-        try:
-            await self._send_all()
-        finally:
-            self._room.leave(self._sending)
-
-    async def _send_all(self) -> None:
-        loop = asyncio.get_running_loop()
         while not self._half_closed:
-            self._wake.clear()
+            self._woken = self._loop.create_future()
             self._is_held = False
-            saying = self._talk.next_message(loop.time(), self._hold)
+            saying = self._talk.next_message(self._loop.time(), self._hold)
             if saying is not None:
+                has_sent_all = False
                 if saying.frame is None:
                     self._sending.is_busy = True
                     await self._write(saying.message)
                     self._sending.is_busy = False
+                    self._sent.set()
                     if self._trace is not None:
                         _end_start(self._trace, saying.message)
                 else:
                     await self._send_frame(saying, saying.frame)
+                    # Then there is nothing to look for before somebody wakes this; a replica may lack small tables.
+                    has_sent_all = self._tables is None and self.follower.has_sent_all
                 del saying
-                self._sent.set()
                 if self._talk.over:
                     return
+                if has_sent_all:
+                    await self._idle()
                 continue
             self._account()
             if self._room.join(self._sending):
@@ -344,15 +348,15 @@ class FollowCall:
             if self._tables is not None and (work := self._tables.next_work()) is not None:
                 self._begin(work)
             self._room.pass_on()
-            if self._wake.is_set():
+            if self._woken.done():
                 await asyncio.sleep(0)
                 continue
-            await self._idle(loop)
+            await self._idle()
 
     async def _send_frame(self, saying: Outgoing, frame: FrameOut) -> None:
         self._frame_bytes = frame.size
         self._account()
-        if isinstance(saying.message, Iterator):
+        if self.follower.options.plain_rows:
             await self._send_plain(saying, frame)
         else:
             await self._write(saying.message, frame.size)
@@ -366,7 +370,7 @@ class FollowCall:
         if not self._is_small:
             # A slow link may keep an answer to a heartbeat behind much data, but it takes the data. Small messages
             # prove nothing: buffers take them even if nobody reads.
-            self._liveness.heard(asyncio.get_running_loop().time())
+            self._liveness.heard(self._loop.time())
 
     async def _send_plain(self, saying: Outgoing, frame: FrameOut) -> None:
         """Send a frame of plain rows, built one by one; a large frame is built in a thread."""
@@ -381,23 +385,17 @@ class FollowCall:
                 return
             await self._write(made, len(made))
 
-    async def _idle(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _idle(self) -> None:
         """Wait until a message may be ready, or a heartbeat is due."""
-        due = self._liveness.next_deadline()
-        # Left where it is when that moves away: a timer for each frame costs more than the waiting.
-        if due < self._due:
-            self._stop_timer()
-            self._due = due
-            self._timer = loop.call_at(max(due, loop.time() + 0.001), self._is_due)
-        await self._wake.wait()
+        # Left where it is when that moves away, which is all it does: a timer for each frame costs more than the waiting.
+        if self._timer is None:
+            due = max(self._liveness.next_deadline(), self._loop.time() + 0.001)
+            self._timer = self._loop.call_at(due, self._is_due)
+        await self._woken
 
     def _is_due(self) -> None:
-        self._due = math.inf
-        self._wake.set()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer = None
+        self._wake()
 
     def _begin_read(self) -> None:
         known = self.follower.unfit_bytes
@@ -424,7 +422,7 @@ class FollowCall:
             self._talk.starts.found(await search_stored(self._host, wanted))
         except BucketGoneError:
             return
-        self._wake.set()
+        self._wake()
 
     async def _read_store(self, requests: list[ReadRequest], max_bytes: int) -> None:
         if not await self._host.read_for(self.follower, requests, max_bytes):
@@ -436,7 +434,7 @@ class FollowCall:
             # How large a block is shows when it is read, and others may have read one at the same time.
             self.follower.put_back()
             self._account()
-        self._wake.set()
+        self._wake()
 
 
 def _end_start(traced: traces.CallTrace, message: Any) -> None:

@@ -116,7 +116,7 @@ def check_listen(address: str, *, insecure: bool, guarded: bool = False) -> bool
 
 
 def _encode(message: Any) -> bytes:
-    encoded: bytes = message if isinstance(message, bytes) else message.SerializeToString()
+    encoded: bytes = message if type(message) is bytes else message.SerializeToString()
     return encoded
 
 

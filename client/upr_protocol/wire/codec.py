@@ -517,6 +517,9 @@ def _fixed_field(field: int, value: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
+    if value <= 0x3FFF:
+        # Nearly all: two bytes at most.
+        return bytes((value,)) if value <= 0x7F else bytes((value & 0x7F | 0x80, value >> 7))
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -72,13 +72,14 @@ class Rounds:
         """Return whether a frame is to be sent now. If not, ``wake`` is called when the next round begins."""
         if not self._is_open:
             loop = asyncio.get_running_loop()
-            left = self.pace.left(time.monotonic())
+            now = time.monotonic()
+            left = self.pace.interval and self.pace.left(now)
             if left and not self._waiting:
                 loop.call_later(left, self._begin, loop)
             if left or self._waiting:
                 self._waiting[wake] = None
                 return False
-            self._open(loop, waited=False)
+            self._open(loop, now, waited=False)
         self._frames += 1
         return True
 
@@ -86,16 +87,16 @@ class Rounds:
         waiting, self._waiting = self._waiting, {}
         for wake in waiting:
             wake()
-        self._open(loop, waited=True)
+        self._open(loop, time.monotonic(), waited=True)
 
-    def _open(self, loop: asyncio.AbstractEventLoop, *, waited: bool) -> None:
+    def _open(self, loop: asyncio.AbstractEventLoop, now: float, *, waited: bool) -> None:
         """Open a round until all who are awake by now have sent."""
         self._is_open = True
         self._frames = 0
-        self.pace.begin(time.monotonic(), waited=waited)
-        loop.call_soon(self._close, loop)
+        self.pace.begin(now, waited=waited)
+        loop.call_soon(self._close)
 
-    def _close(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _close(self) -> None:
         self._is_open = False
         if self._frames:
             self.pace.end(time.monotonic(), self._frames)

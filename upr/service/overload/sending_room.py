@@ -47,9 +47,10 @@ class SendingRoom:
 
     def join(self, sender: Sender) -> bool:
         """Return whether a sender may take more now. If not, it is woken when it is its turn."""
-        is_its_turn = self._first() in (None, sender)
+        is_its_turn = not self._waiting or self._first() in (None, sender)
         if sender.held or (is_its_turn and self.held < SENDING_BYTES):
-            self._waiting.pop(sender, None)
+            if self._waiting:
+                self._waiting.pop(sender, None)
             return True
         self._waiting[sender] = None
         self._look_again()
@@ -72,8 +73,10 @@ class SendingRoom:
         elif sender.deadline is None:
             patience = SENDING_SECONDS + size / SENDING_BYTES_A_SECOND
             sender.deadline = asyncio.get_running_loop().time() + patience
-            self._look_again()
-        self.pass_on()
+            if self._waiting:
+                self._look_again()
+        if self._waiting:
+            self.pass_on()
 
     def leave(self, sender: Sender) -> None:
         self._waiting.pop(sender, None)
