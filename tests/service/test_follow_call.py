@@ -259,7 +259,9 @@ async def test_a_small_frame_waits_for_its_round_and_everything_else_does_not(
     await transport.until(lambda: len(of.followers) == 1 and len(transport.told) >= 3)
     write(1)
     await transport.until(lambda: len(frames(transport)) == 1)
-    # The next round is far away.
+    # The next round is far away, for others too.
+    assert methods._rounds.members == 1
+    methods._rounds.members = 2
     methods._rounds.pace.begin(asyncio.get_running_loop().time(), waited=False)
     methods._rounds.pace.interval = 1000.0
     write(1)
@@ -278,6 +280,7 @@ async def test_a_small_frame_waits_for_its_round_and_everything_else_does_not(
     await transport.until(lambda: ends(transport)[-1:] == [SHUTTING_DOWN.reason])
     transport.half_close()
     await asyncio.gather(call, return_exceptions=True)
+    assert methods._rounds.members == 1
 
 
 @pytest.mark.asyncio

@@ -76,6 +76,16 @@ def test_rounds_that_begin_late_are_load_too() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_member_alone_sends_however_far_the_next_round_is() -> None:
+    rounds = Rounds()
+    rounds.pace.begin(time.monotonic(), waited=False)
+    rounds.pace.interval = 1000.0
+    for members in (1, 2, 1):
+        rounds.members = members
+        assert rounds.join(lambda: None) == (members == 1)
+
+
+@pytest.mark.asyncio
 async def test_those_who_wait_are_woken_together_and_may_all_send(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

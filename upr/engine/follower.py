@@ -40,8 +40,8 @@ from upr.engine.streams import (
     purged,
 )
 from upr.engine.tail import Tail
-from upr.engine.tail_readers import TailReaders, Waiting
-from upr.storage.blocks import FEW_RUNS, Encoded
+from upr.engine.tail_readers import Selection, TailReaders, Waiting
+from upr.storage.blocks import Encoded
 from upr.storage.read import ReadResult
 from upr.storage.search import StoredBeginning
 from upr.storage.store import ReadRequest
@@ -780,7 +780,7 @@ class Follower:
             # A block larger than the free credit is sent once nearly everything else was consumed.
             return None
         self._groups.commit(taken)
-        tokens, rows = self._move_on(selection.runs)
+        tokens, rows = self._move_on(selection)
         if self._has_ends:
             partitions = selection.runs["partition"]
             seqnos = self._seqno[partitions]
@@ -794,18 +794,19 @@ class Follower:
             selection.blocks, tokens, selection.size, rows, selection.messages, selection.writes
         )
 
-    def _move_on(self, runs: Runs) -> tuple[bytes, int]:
-        """Move the streams behind runs of the tail; return each run's token, and the rows of all."""
-        if len(runs) <= FEW_RUNS:
+    def _move_on(self, selection: Selection) -> tuple[bytes, int]:
+        """Move the streams behind what was selected of the tail; return each run's token, and the rows of all."""
+        rows, tokens = 0, b""
+        for partition, count, _, end, horizon, _ in selection.few:
             # One by one: a vectorised statement costs more than a few runs do.
-            rows, tokens = 0, b""
-            for partition, count, _, end, horizon, _ in runs.tolist():
-                rows += count
-                tokens += self._token[partition].tobytes()
-                self._seqno[partition] = end
-                if horizon > self._horizon[partition]:
-                    self._horizon[partition] = horizon
+            rows += count
+            tokens += self._token.item(partition).to_bytes(4, "little")
+            self._seqno[partition] = end
+            if horizon > self._horizon[partition]:
+                self._horizon[partition] = horizon
+        if tokens:
             return tokens, rows
+        runs = selection.runs
         partitions = runs["partition"]
         self._seqno[partitions] = runs["end_seqno"]
         # Of several runs of a partition in one frame the last one counts, and its horizon is the highest.

@@ -299,7 +299,7 @@ Messages = dict[bool, tuple[bytes, Any]]
 """Encoded frames of some blocks, by whether they are plain rows, each with its tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FrameOut:
     """Encoded blocks, the token of each run in them, and their bytes, which count against the credit.
 

@@ -49,6 +49,7 @@ class Selection:
     """Blocks of the tail: the entry behind them, their runs, end to end, and their bytes.
 
     Attributes:
+        few: the runs once more as numbers, where they are few.
         joinable: whether it was not tried in vain to make one block of them.
         messages: the frame of the blocks, encoded; see ``FrameOut``, also for ``writes``.
     """
@@ -57,6 +58,7 @@ class Selection:
     blocks: list[bytes]
     runs: Runs
     size: int
+    few: Sequence[tuple[int, ...]] = ()
     joinable: bool = True
     messages: Messages = field(default_factory=dict)
     writes: list[tuple[int, NumberedWrite]] = field(default_factory=list)
@@ -259,13 +261,14 @@ class TailReaders:
         [entry] = self._tail.range(first, first + 1)
         if len(entry.runs) > FEW_RUNS or not self._showing.as_they_are:
             return None
-        for partition, _, start, *_ in entry.runs.tolist():
+        few = entry.runs.tolist()
+        for partition, _, start, *_ in few:
             if not group.members[partition] or seqno[partition] > start:
                 return None
         place, is_shared = (first, self._showing.writes), len(self._followers) > 1
         if is_shared and isinstance(known := self._tail.shared.get(place), Selection):
             return known
-        whole = Selection(first + 1, [entry.data], entry.runs, len(entry.data))
+        whole = Selection(first + 1, [entry.data], entry.runs, len(entry.data), few)
         if self._showing.writes:
             whole.writes = [(0, write) for write in entry.writes]
         if is_shared:

@@ -117,6 +117,7 @@ class FollowCall:
         self._arriving = intake.expect(context, self._end_at_once)
         self._trace = traces.of_call("upr.start", host.bucket.identity.name, context)
         host.users.add(self.bucket_gone)
+        rounds.members += 1
 
     def _wake_up(self) -> None:
         """Wake the sender, unless it could only send a frame that waits for its round."""
@@ -166,6 +167,7 @@ class FollowCall:
             self._trace.close()
         self._room.leave(self._sending)
         self._host.users.discard(self.bucket_gone)
+        self._rounds.members -= 1
         if self._tables is not None:
             self._tables.close()
         self._talk.close(self._loop.time(), left=self._left)

@@ -61,6 +61,9 @@ from upr_protocol.wire.v1 import types_pb2
 
 _FRAME_TAG = bytes([wire.FollowResponse.FRAME_FIELD_NUMBER << 3 | 2])
 _BLOCK_TAG = bytes([wire.Frame.BLOCKS_FIELD_NUMBER << 3 | 2])
+_TOKENS_TAG = bytes([wire.Frame.TOKENS_FIELD_NUMBER << 3 | 2])
+_PURGE_TAG = bytes([wire.Frame.PURGE_SEQNOS_FIELD_NUMBER << 3 | 2])
+_CREDIT_TAG = bytes([wire.Frame.CREDIT_BYTES_FIELD_NUMBER << 3])
 
 COMPRESS_BYTES_MIN = 512
 """Columns smaller than this are not compressed: little would be won, and each frame costs its header."""
@@ -518,8 +521,9 @@ def _fixed_field(field: int, value: int) -> bytes:
 
 def _varint(value: int) -> bytes:
     if value <= 0x3FFF:
-        # Nearly all: two bytes at most.
-        return bytes((value,)) if value <= 0x7F else bytes((value & 0x7F | 0x80, value >> 7))
+        # Nearly all.
+        two = value & 0x7F | 0x80 | value >> 7 << 8
+        return value.to_bytes(1, "little") if value <= 0x7F else two.to_bytes(2, "little")
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -532,11 +536,12 @@ def encode_frame(
     blocks: Sequence[bytes],
     tokens: bytes,
     purge_seqnos: bytes = b"",
-    writes: Iterable[tuple[int, tuple[bytes, int, bytes]]] = (),
+    writes: Sequence[tuple[int, tuple[bytes, int, bytes]]] = (),
 ) -> bytes:
     """Return a FollowResponse with a frame of encoded blocks.
 
-    The blocks' bytes go in as they are: building the message object would copy each column twice.
+    The blocks' bytes go in as they are: building the message object would copy each column twice, and costs a lone row
+    more than all other bytes of its frame.
 
     Args:
         blocks: what encode_block returned, one or several.
@@ -545,12 +550,24 @@ def encode_frame(
         writes: for a replica: the number of a block, from 0, and a write in it: producer, number, run table.
     """
     parts: list[bytes] = []
+    credit = 0
     for block in blocks:
-        parts += (_BLOCK_TAG, _varint(len(block)), block)
-    rest = wire.Frame(tokens=tokens, purge_seqnos=purge_seqnos, credit_bytes=sum(map(len, blocks)))
-    for block_number, (producer, number, runs) in writes:
-        rest.producer_writes.add(block=block_number, producer=producer, number=number, runs=runs)
-    parts.append(rest.SerializeToString())
+        size = len(block)
+        credit += size
+        parts += (_BLOCK_TAG, _varint(size), block)
+    if tokens:
+        parts += (_TOKENS_TAG, _varint(len(tokens)), tokens)
+    if purge_seqnos:
+        parts += (_PURGE_TAG, _varint(len(purge_seqnos)), purge_seqnos)
+    if credit:
+        parts += (_CREDIT_TAG, _varint(credit))
+    if writes:
+        rest = wire.Frame()
+        for number_of_block, (producer, number, runs) in writes:
+            rest.producer_writes.add(
+                block=number_of_block, producer=producer, number=number, runs=runs
+            )
+        parts.append(rest.SerializeToString())
     return b"".join((_FRAME_TAG, _varint(sum(map(len, parts))), *parts))
 
 

@@ -56,7 +56,7 @@ class Pace:
 
 
 class Rounds:
-    """Rounds of a server's followers.
+    """Rounds of a server's followers, of which there are ``members``; one alone does not wait.
 
     In a round all waiting followers are woken in one turn of the event loop: they stand at the same place then, and can
     share a frame.
@@ -64,12 +64,15 @@ class Rounds:
 
     def __init__(self) -> None:
         self.pace = Pace()
+        self.members = 0
         self._waiting: dict[Callable[[], None], None] = {}
         self._is_open = False
         self._frames = 0
 
     def join(self, wake: Callable[[], None]) -> bool:
         """Return whether a frame is to be sent now. If not, ``wake`` is called when the next round begins."""
+        if self.members == 1:
+            return True
         if not self._is_open:
             loop = asyncio.get_running_loop()
             now = time.monotonic()
