@@ -72,6 +72,8 @@ class Retries:
 
     def split(self, partitions: Indexes, now: float) -> tuple[list[int], float | None]:
         """Return those of the partitions that are due, and the time at which the next other one is (or None)."""
+        if not len(partitions):
+            return [], None
         due = self._due[partitions]
         waiting = due > now
         if not waiting.any():

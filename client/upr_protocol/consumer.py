@@ -345,7 +345,8 @@ class Consumer:
 
     def ready(self) -> Indexes:
         """The partitions for which a Start may be sent."""
-        return np.flatnonzero(self._state == _READY)
+        ready: Indexes = (self._state == _READY).nonzero()[0]
+        return ready
 
     def starts(self, partitions: Iterable[int]) -> list[StartRequest]:
         """Return what to start for these partitions, all of them ready, and await the answers."""

@@ -566,10 +566,11 @@ class AsyncChanges:
             self._failure = None
             follow = self._follow
         try:
-            if follow is not None:
-                # Whoever receives in ``ready`` makes room.
-                follow.wake()
-            await self._receiving.take()
+            if not await self._receiving.try_take():
+                if follow is not None:
+                    # Whoever receives in ``ready`` makes room.
+                    follow.wake()
+                await self._receiving.take()
         finally:
             with self._mutex:
                 self._asked -= 1

@@ -567,10 +567,11 @@ class Changes:
             self._failure = None
             follow = self._follow
         try:
-            if follow is not None:
-                # Whoever receives in ``ready`` makes room.
-                follow.wake()
-            self._receiving.take()
+            if not self._receiving.try_take():
+                if follow is not None:
+                    # Whoever receives in ``ready`` makes room.
+                    follow.wake()
+                self._receiving.take()
         finally:
             with self._mutex:
                 self._asked -= 1

@@ -655,8 +655,8 @@ def joined_blocks(messages: Messages, tokens: Tokens) -> tuple[list[Block], Toke
         CorruptBlockError, InvalidArgumentError: as ``block_from_message`` and ``check_plain_bytes``.
     """
     check_plain_bytes(messages)
-    stored = all(len(message.runs) == RUN.itemsize for message in messages)
-    if not stored or len(messages) == 1 or len(tokens) != len(messages):
+    several = 1 < len(messages) == len(tokens)
+    if not several or any(len(message.runs) != RUN.itemsize for message in messages):
         return [block_from_message(message) for message in messages], tokens
     order, groups = _groups(messages)
     blocks = [
