@@ -390,7 +390,7 @@ class Call:
         self._on_end = on_end
         self._requests: RequestQueue[Any] = RequestQueue()
         self._ended = Event()
-        self._call = method(self._requests)
+        self._call = self._requests.begin(method)
         self._reader = Background(self._read, name)
 
     def send(self, request: Any) -> None:

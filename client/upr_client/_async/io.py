@@ -4,8 +4,9 @@ import asyncio
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager, suppress
+from threading import RLock
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -42,35 +43,26 @@ def begin_connecting(channel: Channel) -> None:
 
 
 def mutex() -> AbstractContextManager[Any]:
-    """Guards a few statements with nothing awaited in between; on one event loop nothing is needed for that."""
-    return nullcontext()
+    """Guards a few statements with nothing awaited in between; on one event loop nothing is needed for that.
+
+    It never waits, and costs less than what does nothing, which is written in Python.
+    """
+    return RLock()
 
 
-class Event:
+class Event(asyncio.Event):
     """A flag that can be waited for."""
 
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def clear(self) -> None:
-        self._event.clear()
-
-    async def wait(self, seconds: float | None = None) -> bool:
+    async def wait(self, seconds: float | None = None) -> bool:  # type: ignore[override]
         """Wait until it is set; False when ``seconds`` passed before."""
-        if self._event.is_set():
+        if self.is_set():
             return True
         if seconds is None:
             # A timeout costs ten times the waiting, also one that never comes.
-            return await self._event.wait()
+            return await super().wait()
         try:
             async with asyncio.timeout(seconds):
-                return await self._event.wait()
+                return await super().wait()
         except TimeoutError:
             return False
 
@@ -79,15 +71,15 @@ class Once:
     """What one caller waits for, once; cheaper than an ``Event``."""
 
     def __init__(self) -> None:
-        self._set: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._set = asyncio.Future[None]()
 
     def set(self) -> None:
         # Whoever was cancelled waits no more.
         if not self._set.done():
             self._set.set_result(None)
 
-    async def wait(self) -> None:
-        await self._set
+    def wait(self) -> Awaitable[None]:
+        return self._set
 
 
 class NextTurn:
@@ -170,36 +162,74 @@ class Queue(Generic[T]):
 
 
 class RequestQueue(Generic[T]):
-    """The requests of a call, handed to gRPC as an iterator. Closing it is the half-close."""
+    """The requests of a call, written one after the other. Closing it is the half-close.
+
+    A task that writes would be woken for each, and again when it is written. Here whoever puts a request takes the
+    steps of gRPC's coroutine, and what that waits for calls back only if there is more to write.
+    """
 
     def __init__(self) -> None:
-        self._items: deque[T] = deque()
-        self._filled = asyncio.Event()
+        # None is the end.
+        self._items: deque[T | None] = deque()
         self._closed = False
+        self._call: Any = None
+        self._writing: Coroutine[asyncio.Future[Any], None, None] | None = None
+        self._waits_for: asyncio.Future[Any] | None = None
 
-    def put(self, item: T) -> None:
+    def begin(self, method: Callable[[None], Any]) -> Any:
+        """Return the call, begun by this."""
+        self._call = method(None)
+        # Behind it a write waits for nothing but its end: the request is with gRPC by then.
+        self._writing = self._call.wait_for_connection()
+        self._go_on()
+        return self._call
+
+    def put(self, item: T | None) -> None:
         """Add a request; after ``close`` it is dropped."""
-        if not self._closed:
-            self._items.append(item)
-            self._filled.set()
+        if self._closed:
+            return
+        self._closed = item is None
+        self._items.append(item)
+        if self._waits_for is None or self._waits_for.done():
+            self._go_on(self._waits_for)
+        elif len(self._items) == 1:
+            self._waits_for.add_done_callback(self._go_on)
 
     def close(self) -> None:
-        self._closed = True
-        self._filled.set()
+        self.put(None)
 
-    def __aiter__(self) -> "RequestQueue[T]":
-        return self
-
-    async def __anext__(self) -> T:
-        while not self._items:
-            if self._closed:
-                raise StopAsyncIteration
-            self._filled.clear()
-            await self._filled.wait()
-        return self._items.popleft()
+    def _go_on(self, waited: asyncio.Future[Any] | None = None) -> None:
+        """Write what there is, until something must be waited for."""
+        if waited is not self._waits_for:
+            # Somebody came before the call back.
+            return
+        if waited is not None and (waited.cancelled() or waited.exception() is not None):
+            # The call is over. Of this gRPC would make an error of its own, which hides the one that the reader gets.
+            self._closed = True
+            return
+        self._waits_for = None
+        try:
+            while self._writing is not None or self._items:
+                if self._writing is None:
+                    item = self._items.popleft()
+                    self._writing = (
+                        self._call.done_writing() if item is None else self._call.write(item)
+                    )
+                try:
+                    self._waits_for = self._writing.send(None)
+                except StopIteration:
+                    self._writing = None
+                    continue
+                if self._items:
+                    self._waits_for.add_done_callback(self._go_on)
+                return
+        except (Exception, asyncio.CancelledError):
+            # As gRPC does with requests that it cannot take; after the end of the call it does nothing.
+            self._closed = True
+            self._call.cancel()
 
     async def join(self) -> None:
-        """Return at once: the task that takes the requests ends with the call."""
+        """Return at once: no task takes the requests."""
 
 
 class Background:

@@ -151,6 +151,10 @@ class RequestQueue(Generic[T]):
         self._closed = False
         self._taker: threading.Thread | None = None
 
+    def begin(self, method: Callable[[Any], Any]) -> Any:
+        """Return the call, begun by this."""
+        return method(self)
+
     def put(self, item: T) -> None:
         """Add a request; after ``close`` it is dropped."""
         if not self._closed:
