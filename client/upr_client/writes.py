@@ -4,14 +4,26 @@ import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from functools import cache
+from itertools import chain, repeat
 from math import isfinite
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import OP_SET, ROW_BYTES, Block, build_block, join_blocks, select_runs
+from upr_protocol.block import (
+    OP_SET,
+    ROW_BYTES,
+    RUN_FIELDS,
+    Block,
+    Further,
+    SevenColumns,
+    crc_of_columns,
+    join_blocks,
+    pack_rows,
+    select_runs,
+)
 from upr_protocol.errors import (
     InvalidArgumentError,
     PartlyWrittenError,
@@ -141,10 +153,21 @@ def token_of(wanted: WriteToken | WriteResult | WriteResults) -> WriteToken:
 
 def write_request(block: Block, durability: types_pb2.Durability.ValueType) -> kv_pb2.WriteRequest:
     """Return a Write that has no number yet."""
-    request = kv_pb2.WriteRequest()
-    request.write.durability = durability
     runs = block.runs.tobytes()
-    fill_message(request.write.block, runs, block.columns, block.columns_crc, block.further)
+    return _request(durability, runs, block.columns, block.columns_crc, block.further)
+
+
+def _request(
+    durability: types_pb2.Durability.ValueType,
+    runs: bytes,
+    columns: SevenColumns,
+    crc: int,
+    further: Further = (),
+) -> kv_pb2.WriteRequest:
+    request = kv_pb2.WriteRequest()
+    write = request.write
+    write.durability = durability
+    fill_message(write.block, runs, columns, crc, further)
     return request
 
 
@@ -152,8 +175,7 @@ def result_runs(results: Iterable[kv_pb2.WriteResult]) -> list[Run]:
     """Return the runs that were applied, as ``WriteResults.runs``."""
     found: list[Run] = []
     for result in results:
-        runs = decode_runs(result.runs).tolist()
-        ids = [*result.failover_ids, *repeat(0, len(runs) - len(result.failover_ids))]
+        runs, ids = RUN_FIELDS.iter_unpack(result.runs), chain(result.failover_ids, repeat(0))
         found += [(run[0], run[2], run[3], one) for run, one in zip(runs, ids, strict=False)]
     return found
 
@@ -204,17 +226,17 @@ def part_of(request: kv_pb2.WriteRequest, partitions: Collection[int]) -> kv_pb2
 
 @dataclass(slots=True)
 class Row:
-    """One ``set`` or ``delete`` that waits for its outcome; ``tell`` is called once that is there, and must not block."""
+    """One ``set`` or ``delete`` that waits for its outcome; ``tell`` is called once that is there, and must not block.
+
+    Args:
+        size: its bytes in the columns of a block.
+    """
 
     key: bytes
     value: bytes | None
+    size: int
     tell: Callable[[], None]
     outcome: WriteResult | UprError | None = None
-
-    @property
-    def size(self) -> int:
-        """Return its bytes in the columns of a block."""
-        return len(self.key) + len(self.value or b"") + ROW_BYTES
 
 
 @dataclass(slots=True)
@@ -246,10 +268,8 @@ class Kind(NamedTuple):
     deletes: bool
     most: int = 0
 
-    @property
-    def bundles(self) -> bool:
-        """Return whether it is of bundles, else of single rows."""
-        return self.most > 0
+
+_row_kind = cache(Kind)
 
 
 @dataclass(eq=False, slots=True)
@@ -259,7 +279,7 @@ class Group:
     number: int
     kind: Kind
     bytes: int = 0
-    callers: list[Row | Bundle] = field(default_factory=list)
+    callers: list[Any] = field(default_factory=list)
 
     def split(self, count: int) -> tuple["Group", "Group"]:
         """Return a group of its first so many callers, and one of the others."""
@@ -272,12 +292,11 @@ class Group:
 
     def request(self) -> kv_pb2.WriteRequest:
         """Return the Write of its rows, in their order within each partition."""
-        if self.kind.bundles:
-            block = join_blocks([bundle.block for bundle in cast("list[Bundle]", self.callers)])
-        else:
-            rows = cast("list[Row]", self.callers)
-            block = build_block([row.key for row in rows], [row.value for row in rows])
-        return write_request(block, self.kind.durability)
+        callers, durability = self.callers, self.kind.durability
+        if self.kind.most:
+            return write_request(join_blocks([bundle.block for bundle in callers]), durability)
+        runs, columns = pack_rows([row.key for row in callers], [row.value for row in callers])
+        return _request(durability, runs, columns, crc_of_columns(columns))
 
     def tell(
         self,
@@ -293,19 +312,20 @@ class Group:
             refused: why other partitions did not.
             error: the outcome in all the rest.
         """
-        if self.kind.bundles:
+        if self.kind.most:
             self._tell_bundles(result_columns(results), refused, error or _left_out())
             return
         applied = {run[0]: run for run in result_runs(results)}
-        given = dict.fromkeys(applied, 0)
-        for row in cast("list[Row]", self.callers):
+        for row in self.callers:
             partition = partition_of(row.key)
             run = applied.get(partition)
             if run is not None:
-                given[partition] += 1
+                _, given, end, failover_id = run
+                given += 1
+                applied[partition] = partition, given, end, failover_id
                 # 0 where the seqnos are no longer known.
-                seqno = run[1] + given[partition] if run[2] else 0
-                row.outcome = WriteResult(partition, seqno, run[3], bucket_version)
+                seqno = given if end else 0
+                row.outcome = WriteResult(partition, seqno, failover_id, bucket_version)
             elif partition in refused:
                 row.outcome = error_of(refused[partition])
             else:
@@ -322,7 +342,7 @@ class Group:
         runs = runs[:, runs[0] < PARTITIONS]
         at = runs[0].astype(np.int64)
         applied[at], (starts[at], ends[at], ids[at]) = True, runs[1:]
-        for bundle in cast("list[Bundle]", self.callers):
+        for bundle in self.callers:
             # Within a partition its rows are behind those of the bundles before it.
             table = bundle.block.runs
             touched, counts = table["partition"].astype(np.int64), table["count"].astype(np.uint64)
@@ -373,7 +393,7 @@ class Gathering:
     def __init__(self) -> None:
         self._groups: deque[Group] = deque()
         self._begun = 0
-        self._newest: dict[tuple[types_pb2.Durability.ValueType, bool, int], Group] = {}
+        self._newest: dict[Kind, Group] = {}
         """The newest group of single rows of each kind."""
         self._last: dict[bytes, int] = {}
         """The number of the newest group of single rows that has a key."""
@@ -398,8 +418,9 @@ class Gathering:
 
     def add(self, row: Row, durability: types_pb2.Durability.ValueType) -> None:
         """Put a row into the newest group of its kind, or a new one if that is full, or in front of the key's last or of a bundle."""
-        key, value, size = row.key, row.value, row.size
-        group = self._newest.get((durability, value is None, 0))
+        key, size = row.key, row.size
+        kind = _row_kind(durability, row.value is None)
+        group = self._newest.get(kind)
         if (
             group is None
             or group.number < self._bundles
@@ -408,7 +429,6 @@ class Gathering:
             or len(group.callers) == GROUP_ROWS_MAX
         ):
             self._begun += 1
-            kind = Kind(durability, value is None)
             group = self._newest[kind] = Group(self._begun, kind)
             self._groups.append(group)
         group.callers.append(row)
@@ -426,19 +446,21 @@ class Gathering:
         kind = group.kind
         behind = self._groups[1].kind if len(self._groups) > 1 else None
         # One that nothing can join any more would wait in vain.
-        grows = behind is None or not (kind.bundles or behind.bundles)
-        if under_way is not None and grows:
+        grows = behind is None or not (kind.most or behind.most)
+        # A single one behind nothing goes whatever its kind.
+        alone = not under_way and len(group.callers) == 1
+        if under_way is not None and grows and not alone:
             counts = [len(one.callers) for one in under_way if one.kind == kind]
             callers = len(group.callers) + sum(counts)
             # A message costs much the same whatever is in it: of a few rows a second one would only make both late.
             # Many take so long to build that the server would wait: one half is built while it has the other.
-            at_once = 2 if kind.bundles or callers >= GROUP_HALVES_ROWS else 1
+            at_once = 2 if kind.most or callers >= GROUP_HALVES_ROWS else 1
             if len(counts) >= at_once:
                 return None
             half = (callers + 1) // 2
             if at_once > 1 and half < len(group.callers):
                 return self._first_of(group, half)
-        if not kind.bundles:
+        if not kind.most:
             if self._newest.get(kind) is group:
                 del self._newest[kind]
             self._forget(group)
@@ -448,7 +470,7 @@ class Gathering:
     def _first_of(self, group: Group, count: int) -> Group:
         """Take the first so many of the group in front out of it."""
         first, rest = group.split(count)
-        if not group.kind.bundles:
+        if not group.kind.most:
             # Also keys that the rest has: all other groups are behind it.
             self._forget(first)
         # Last, as in ``take``.
@@ -456,7 +478,7 @@ class Gathering:
         return first
 
     def _forget(self, group: Group) -> None:
-        for row in cast("list[Row]", group.callers):
+        for row in group.callers:
             if self._last.get(row.key) == group.number:
                 del self._last[row.key]
 

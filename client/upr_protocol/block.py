@@ -501,7 +501,7 @@ def join_blocks(blocks: Sequence[Block], *, dated: bool = False) -> Block:
     if COMPILED is not None and not any([block.further for block in blocks]):
         made = COMPILED.joined([(b.runs.tobytes(), *b.columns[:-1]) for b in blocks], dated)
         if made is not None:
-            return _compiled_block(made)
+            return _block_of(*_compiled_columns(made))
     # Joined as bytes: numpy is slow to concatenate records.
     runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
     order = np.argsort(runs["partition"], kind="stable")
@@ -598,26 +598,35 @@ ROW_BYTES: Final = 9
 """Bytes of a row besides key and value: an op and two offsets."""
 
 
-def check_row(key: bytes, value: bytes | None) -> None:
-    """Raise InvalidArgumentError unless key and value (None: a delete) are bytes within the limits."""
+def check_row(key: bytes, value: bytes | None) -> int:
+    """Return what a row takes in the columns of a block, bytes.
+
+    Raises:
+        InvalidArgumentError: key or value (None: a delete) is not bytes, or out of its range.
+    """
     if not isinstance(key, bytes):
         raise InvalidArgumentError(
             f"key is {type(key).__name__}; must be bytes", hint="encode it first"
         )
-    if not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
+    size = len(key)
+    if not KEY_BYTES_MIN <= size <= KEY_BYTES_MAX:
         raise InvalidArgumentError(
-            f"key is {len(key)} bytes; must be {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
+            f"key is {size} bytes; must be {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
         )
-    if value is not None and not isinstance(value, bytes):
+    if value is None:
+        return size + ROW_BYTES
+    if not isinstance(value, bytes):
         raise InvalidArgumentError(
             f"value is {type(value).__name__}; must be bytes, or None for a delete",
             hint="encode it first",
         )
-    if value is not None and len(value) > VALUE_BYTES_MAX:
+    more = len(value)
+    if more > VALUE_BYTES_MAX:
         raise InvalidArgumentError(
-            f"value is {len(value)} bytes; must be at most {VALUE_BYTES_MAX}",
+            f"value is {more} bytes; must be at most {VALUE_BYTES_MAX}",
             hint="store it elsewhere and write a reference",
         )
+    return size + more + ROW_BYTES
 
 
 def check_rows(keys: Sequence[bytes], values: Values) -> I64:
@@ -653,7 +662,14 @@ def _without_none(values: Values) -> Sequence[bytes]:
 
 
 def build_block(keys: Sequence[bytes], values: Values, partitions: U32 | None = None) -> Block:
-    """Build one unnumbered block for a Write: rows sorted by partition, their order kept within it.
+    """Build one unnumbered block for a Write of what ``pack_rows`` takes."""
+    return _block_of(*pack_rows(keys, values, partitions))
+
+
+def pack_rows(
+    keys: Sequence[bytes], values: Values, partitions: U32 | None = None
+) -> tuple[bytes, SevenColumns]:
+    """Return the table and the columns of an unnumbered block: rows sorted by partition, their order kept within it.
 
     Args:
         keys: 1 to BLOCK_ROWS_MAX keys of 1 to 4096 bytes.
@@ -668,22 +684,27 @@ def build_block(keys: Sequence[bytes], values: Values, partitions: U32 | None = 
     if COMPILED is not None:
         chosen = None if partitions is None else partitions.astype("<u2").tobytes()
         if (made := COMPILED.columns(keys, values, chosen)) is not None:
-            return _compiled_block(made)
+            return _compiled_columns(made)
     if len(keys) == len(values) <= FEW_ROWS:
-        return _block_of_few(keys, values, None if partitions is None else partitions.tolist())
+        return _pack_few(keys, values, None if partitions is None else partitions.tolist())
     check_rows(keys, values)
-    return _sorted_block(keys, values, partitions)
+    return _pack_sorted(keys, values, partitions)
 
 
-def _compiled_block(made: Any) -> Block:
-    """Return the block of what a compiled function made: the table, and all columns but the seqnos."""
+def _compiled_columns(made: Any) -> tuple[bytes, SevenColumns]:
+    """Return table and columns of what a compiled function made: the same without the seqnos."""
     runs, ops, key_offsets, keys, value_offsets, values, times = made
-    columns = b"", ops, key_offsets, keys, value_offsets, values, times
+    return runs, (b"", ops, key_offsets, keys, value_offsets, values, times)
+
+
+def _block_of(runs: bytes, columns: SevenColumns) -> Block:
     return Block(np.frombuffer(runs, RUN), *columns, crc_of_columns(columns))
 
 
-def _block_of_few(keys: Sequence[bytes], values: Values, chosen: Sequence[int] | None) -> Block:
-    """As ``build_block``, without arrays."""
+def _pack_few(
+    keys: Sequence[bytes], values: Values, chosen: Sequence[int] | None
+) -> tuple[bytes, SevenColumns]:
+    """As ``pack_rows``, without arrays."""
     for key, value in zip(keys, values, strict=True):
         check_row(key, value)
     partitions = [partition_of(key) for key in keys] if chosen is None else chosen
@@ -695,10 +716,9 @@ def _block_of_few(keys: Sequence[bytes], values: Values, chosen: Sequence[int] |
     )
     cells = [keys[row] for row in order], [values[row] or b"" for row in order]
     edges = [_EDGES[len(order)].pack(0, *accumulate(map(len, column))) for column in cells]
-    columns = b"", ops, edges[0], b"".join(cells[0]), edges[1], b"".join(cells[1]), b""
     counts = [(one, partitions.count(one)) for one in sorted(set(partitions))]
     runs = b"".join([RUN_FIELDS.pack(*run, 0, 0, 0, 0) for run in counts])
-    return Block(np.frombuffer(runs, RUN), *columns, crc_of_columns(columns))
+    return runs, (b"", ops, edges[0], b"".join(cells[0]), edges[1], b"".join(cells[1]), b"")
 
 
 def pairs_bytes(pairs: Pairs) -> int:
@@ -719,7 +739,7 @@ def blocks_of_pairs(pairs: Pairs) -> Iterator[Block]:
         made = COMPILED.packed(pairs, first, BLOCK_COLUMN_BYTES)
         if made is None:
             break
-        block = _compiled_block(made)
+        block = _block_of(*_compiled_columns(made))
         first += block.rows
         yield block
     rest = pairs[first:]
@@ -740,7 +760,9 @@ def build_blocks(
         yield build_block(keys[first:last], values[first:last])
 
 
-def _sorted_block(keys: Sequence[bytes], values: Values, chosen: U32 | None) -> Block:
+def _pack_sorted(
+    keys: Sequence[bytes], values: Values, chosen: U32 | None
+) -> tuple[bytes, SevenColumns]:
     # Sorting 16 bits is a radix sort.
     partitions = (partitions_of(keys) if chosen is None else chosen).astype(np.uint16)
     order = np.argsort(partitions, kind="stable")
@@ -753,19 +775,9 @@ def _sorted_block(keys: Sequence[bytes], values: Values, chosen: U32 | None) -> 
     if None in values:
         ops = bytes([OP_DELETE if value is None else OP_SET for value in values])
     sets = _without_none(values)
-    return sealed(
-        Block(
-            make_runs(touched, counts[touched]),
-            b"",
-            ops,
-            offset_column(_lengths(keys)),
-            b"".join(keys),
-            offset_column(_lengths(sets)),
-            b"".join(sets),
-            b"",
-            0,
-        )
-    )
+    edges = offset_column(_lengths(keys)), offset_column(_lengths(sets))
+    columns = b"", ops, edges[0], b"".join(keys), edges[1], b"".join(sets), b""
+    return make_runs(touched, counts[touched]).tobytes(), columns
 
 
 def offset_column(lengths: npt.NDArray[np.signedinteger]) -> bytes:

@@ -106,16 +106,11 @@ class AsyncBucket:
             UnavailableError: it was never sent, for as long.
             UprError: the server refused.
         """
-        return await self._write_one(key, value, durability)
+        return await self._writer().write_row(key, value, durability)
 
     async def delete(self, key: bytes, durability: str = "disk") -> WriteResult:
         """Delete one key, whether it exists or not; as ``set``."""
-        return await self._write_one(key, None, durability)
-
-    async def _write_one(self, key: bytes, value: bytes | None, durability: str) -> WriteResult:
-        level = choice(DURABILITIES, durability, "durability")
-        check_row(key, value)
-        return await self._writer().write_row(key, value, level)
+        return await self._writer().write_row(key, None, durability)
 
     async def write_many(
         self, rows: Iterable[tuple[bytes, bytes | None]], durability: str = "disk"

@@ -126,7 +126,7 @@ class Connection:
         self.check_process()
 
     def check_process(self) -> None:
-        if self.is_foreign:
+        if self._process != os.getpid():
             raise ClosedError(
                 "the client was made in another process", hint="open a new one after the fork"
             )
@@ -389,13 +389,11 @@ class Call:
         self._on_message = on_message
         self._on_end = on_end
         self._requests: RequestQueue[Any] = RequestQueue()
+        self.send: Callable[[Any], None] = self._requests.put
+        """Queue a request; dropped after ``half_close`` or the end."""
         self._ended = Event()
         self._call = self._requests.begin(method)
         self._reader = Background(self._read, name)
-
-    def send(self, request: Any) -> None:
-        """Queue a request; dropped after ``half_close`` or the end."""
-        self._requests.put(request)
 
     def half_close(self) -> None:
         self._requests.close()

@@ -14,6 +14,7 @@ from upr_client._sync.call import BucketHandle, Call, Stubs
 from upr_client._sync.io import Background, Event, NextTurn, Once, Semaphore, mutex, now
 from upr_client.endpoints import is_elsewhere, moves_on
 from upr_client.writes import (
+    DURABILITIES,
     Applied,
     Bundle,
     Gathering,
@@ -26,7 +27,7 @@ from upr_client.writes import (
     result_columns,
     write_request,
 )
-from upr_protocol.block import Block
+from upr_protocol.block import Block, check_row
 from upr_protocol.errors import (
     BucketGoneError,
     ClosedError,
@@ -37,8 +38,8 @@ from upr_protocol.errors import (
     UnknownOutcomeError,
     UprError,
 )
-from upr_protocol.limits import GATHERED_ROWS_MAX, QUIET_SECONDS, WRITES_IN_FLIGHT_MAX
-from upr_protocol.wire.codec import decode_runs
+from upr_protocol.limits import GATHERED_ROWS_MAX, QUIET_SECONDS, WRITES_IN_FLIGHT_MAX, choice
+from upr_protocol.wire.codec import count_runs
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 from upr_protocol.wire.v1 import types_pb2
@@ -114,6 +115,8 @@ class BlockWriter:
         self._row_room = Semaphore(GATHERED_ROWS_MAX)
         self._work = Event()
         self._closing = Event()
+        self._takes = False
+        """Whether writes are taken: the runner runs, and nobody closed the writer."""
         self._progress_at = 0.0
         self._runner: Background | None = None
         # Of the call that is open.
@@ -150,7 +153,8 @@ class BlockWriter:
         self._room.take()
         with self._mutex:
             try:
-                self._start()
+                if not self._takes:
+                    self._start()
                 # What was begun before must not come behind it.
                 self._send_groups(everything=True)
             except BaseException:
@@ -160,24 +164,24 @@ class BlockWriter:
             self._add(write)
         return write
 
-    def write_row(
-        self, key: bytes, value: bytes | None, durability: types_pb2.Durability.ValueType
-    ) -> WriteResult:
-        """Write one row that ``check_row`` has passed, together with what others write at the same time.
+    def write_row(self, key: bytes, value: bytes | None, durability: str) -> WriteResult:
+        """Write one row, together with what others write at the same time.
 
         It goes out at once unless a group of its kind is under way, and waits before it is taken while
         GATHERED_ROWS_MAX rows are unanswered. Whoever is cancelled later only waits no more: the row is written all
         the same.
 
         Raises:
+            InvalidArgumentError: a value is out of its range.
             ClosedError: the writer was closed.
             UprError: why this row was not written, or may not have been.
         """
+        level = choice(DURABILITIES, durability, "durability")
         done = Once()
-        row = Row(key, value, done.set)
+        row = Row(key, value, check_row(key, value), done.set)
         # Those who were cancelled must not pile up behind a slow server.
         self._row_room.take()
-        self._gather(self._row_room, self._gathering.add, row, durability)
+        self._gather(self._row_room, self._gathering.add, row, level)
         done.wait()
         return _given(row.outcome)
 
@@ -204,7 +208,8 @@ class BlockWriter:
         """Have something that has room added to what gathers; its caller waits for its outcome."""
         with self._mutex:
             try:
-                self._start()
+                if not self._takes:
+                    self._start()
                 add(what, durability)
             except BaseException:
                 # As in ``submit``.
@@ -219,11 +224,15 @@ class BlockWriter:
             raise ClosedError("the client was closed", hint="open a new one")
         if self._runner is None:
             self._runner = Background(self._run, "upr-writer")
+        self._takes = True
 
     def _send_begun(self) -> None:
-        # Rows of which no write could be made were told so.
-        with self._mutex, suppress(Exception):
-            self._send_groups()
+        with self._mutex:
+            try:
+                self._send_groups()
+            except Exception:
+                # Rows of which no write could be made were told so.
+                return
 
     def _send_groups(self, *, everything: bool = False) -> None:
         failed: BaseException | None = None
@@ -248,18 +257,18 @@ class BlockWriter:
     ) -> None:
         """Tell the callers of a group their outcome, and give their room back."""
         group.tell(results, refused, error, self._version)
-        room = self._room if group.kind.bundles else self._row_room
+        room = self._room if group.kind.most else self._row_room
         for _ in group.callers:
             room.give_back()
 
     def _add(self, write: Write) -> None:
         if not self._pending:
             self._progress_at = now()
-        callers = 0 if write.group is None else len(write.group.callers)
-        if write.group is not None:
-            self._under_way.append(write.group)
+        group = write.group
+        if group is not None:
+            self._under_way.append(group)
         # Each caller has a place in the order, for when its group is split.
-        self._order += max(callers, 1)
+        self._order += 1 if group is None else len(group.callers)
         self._pending[self._order] = write
         if self._dead is not None:
             self._finish(self._order, self._dead)
@@ -275,12 +284,13 @@ class BlockWriter:
 
     def _send(self, order: int, write: Write) -> None:
         assert self._call is not None
+        message = write.request.write
         if not write.number:
             assert self._next_number is not None
-            write.number = write.request.write.number = self._next_number
+            write.number = message.number = self._next_number
             self._next_number += 1
         write.refused = None
-        write.request.write.previous_number = self._previous
+        message.previous_number = self._previous
         self._previous = write.number
         self._expected.append((order, write))
         self._call.send(write.request)
@@ -292,7 +302,7 @@ class BlockWriter:
                 # Rows of which no write could be made were told so.
                 self._send_groups(everything=True)
             # What the window did not take is not sent any more: behind the half-close it would be dropped unseen.
-            self._accepted = False
+            self._accepted = self._takes = False
             self._closing.set()
             self._work.set()
             call, runner = self._call, self._runner
@@ -483,7 +493,7 @@ class BlockWriter:
             )
             return
         # First: of a table that cannot be read the outcome stays unknown.
-        has_runs = len(decode_runs(result.runs)) > 0
+        has_runs = count_runs(result.runs) > 0
         order, write = self._expected.popleft()
         if result.HasField("refused") and not result.refused_partitions:
             self._on_refused(order, write, error_of(result.refused))
@@ -496,13 +506,15 @@ class BlockWriter:
                     self._finish(earlier, other.refused)
         if has_runs:
             write.results.append(result)
-        again = [one for one in result.refused_partitions if one.problem.retriable]
-        failed = [one for one in result.refused_partitions if not one.problem.retriable]
-        write.problems |= {one.partition: one.problem for one in result.refused_partitions}
-        if failed:
-            write.failed = write.failed or partly_refused(
-                failed, applied=bool(write.results or again)
-            )
+        again = []
+        if refused := result.refused_partitions:
+            again = [one for one in refused if one.problem.retriable]
+            failed = [one for one in refused if not one.problem.retriable]
+            write.problems |= {one.partition: one.problem for one in refused}
+            if failed:
+                write.failed = write.failed or partly_refused(
+                    failed, applied=bool(write.results or again)
+                )
         if again:
             write.request = part_of(write.request, {one.partition for one in again})
             write.refused = error_of(again[0].problem)
@@ -580,10 +592,12 @@ class BlockWriter:
             self._room.give_back()
             return
         self._under_way.remove(write.group)
-        # What is refused only for now may have been applied by a later attempt of unknown outcome.
-        refused = {
-            p: why for p, why in write.problems.items() if not (write.unknown and why.retriable)
-        }
+        refused = write.problems
+        if refused:
+            # What is refused only for now may have been applied by a later attempt of unknown outcome.
+            refused = {
+                p: why for p, why in refused.items() if not (write.unknown and why.retriable)
+            }
         self._tell(write.group, write.results, refused, error)
 
     def _fail_all(self, error: UprError) -> None:

@@ -107,16 +107,11 @@ class Bucket:
             UnavailableError: it was never sent, for as long.
             UprError: the server refused.
         """
-        return self._write_one(key, value, durability)
+        return self._writer().write_row(key, value, durability)
 
     def delete(self, key: bytes, durability: str = "disk") -> WriteResult:
         """Delete one key, whether it exists or not; as ``set``."""
-        return self._write_one(key, None, durability)
-
-    def _write_one(self, key: bytes, value: bytes | None, durability: str) -> WriteResult:
-        level = choice(DURABILITIES, durability, "durability")
-        check_row(key, value)
-        return self._writer().write_row(key, value, level)
+        return self._writer().write_row(key, None, durability)
 
     def write_many(
         self, rows: Iterable[tuple[bytes, bytes | None]], durability: str = "disk"

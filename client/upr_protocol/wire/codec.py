@@ -15,6 +15,7 @@ from upr_protocol.block import (
     I64,
     OP_SET,
     RUN,
+    RUN_FIELDS,
     Block,
     Further,
     FurtherColumn,
@@ -86,12 +87,19 @@ _ZSTD_MAGIC = 0xFD2FB528
 _ABSENT = (0, 0)
 
 
-def decode_runs(data: bytes) -> Runs:
-    """Return the table, read-only, or raise CorruptBlockError when its length is not a multiple of 40."""
-    if len(data) % RUN.itemsize:
+def count_runs(data: bytes) -> int:
+    """Return how many runs a table has, or raise CorruptBlockError when its length is not a multiple of 40."""
+    count, rest = divmod(len(data), RUN_FIELDS.size)
+    if rest:
         raise CorruptBlockError(
-            f"run table is {len(data)} bytes; must be a multiple of {RUN.itemsize}"
+            f"run table is {len(data)} bytes; must be a multiple of {RUN_FIELDS.size}"
         )
+    return count
+
+
+def decode_runs(data: bytes) -> Runs:
+    """Return the table, read-only, or raise as ``count_runs``."""
+    count_runs(data)
     return np.frombuffer(data, RUN)
 
 
