@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain, repeat
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
@@ -171,17 +170,8 @@ def _request(
     return request
 
 
-def result_runs(results: Iterable[kv_pb2.WriteResult]) -> list[Run]:
-    """Return the runs that were applied, as ``WriteResults.runs``."""
-    found: list[Run] = []
-    for result in results:
-        runs, ids = RUN_FIELDS.iter_unpack(result.runs), chain(result.failover_ids, repeat(0))
-        found += [(run[0], run[2], run[3], one) for run, one in zip(runs, ids, strict=False)]
-    return found
-
-
 def result_columns(results: Iterable[kv_pb2.WriteResult]) -> Applied:
-    """Return the same as columns."""
+    """Return the runs that were applied."""
     found = [np.empty((4, 0), np.uint64)]
     for result in results:
         runs = decode_runs(result.runs)
@@ -315,17 +305,21 @@ class Group:
         if self.kind.most:
             self._tell_bundles(result_columns(results), refused, error or _left_out())
             return
-        applied = {run[0]: run for run in result_runs(results)}
+        applied: dict[int, list[int]] = {}
+        for result in results:
+            ids = iter(result.failover_ids)
+            for partition, _, start, end, _, _ in RUN_FIELDS.iter_unpack(result.runs):
+                applied[partition] = [start, end, next(ids, 0)]
         for row in self.callers:
             partition = partition_of(row.key)
             run = applied.get(partition)
             if run is not None:
-                _, given, end, failover_id = run
-                given += 1
-                applied[partition] = partition, given, end, failover_id
+                given, end, failover_id = run
+                run[0] = given = given + 1
                 # 0 where the seqnos are no longer known.
-                seqno = given if end else 0
-                row.outcome = WriteResult(partition, seqno, failover_id, bucket_version)
+                row.outcome = WriteResult(
+                    partition, given if end else 0, failover_id, bucket_version
+                )
             elif partition in refused:
                 row.outcome = error_of(refused[partition])
             else:

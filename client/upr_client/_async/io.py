@@ -5,8 +5,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager, suppress
-from threading import RLock
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -43,11 +42,8 @@ def begin_connecting(channel: Channel) -> None:
 
 
 def mutex() -> AbstractContextManager[Any]:
-    """Guards a few statements with nothing awaited in between; on one event loop nothing is needed for that.
-
-    It never waits, and costs less than what does nothing, which is written in Python.
-    """
-    return RLock()
+    """Guards a few statements with nothing awaited in between; on one event loop nothing is needed for that."""
+    return nullcontext()
 
 
 class Event(asyncio.Event):
@@ -71,7 +67,7 @@ class Once:
     """What one caller waits for, once; cheaper than an ``Event``."""
 
     def __init__(self) -> None:
-        self._set = asyncio.Future[None]()
+        self._set: asyncio.Future[None] = asyncio.Future()
 
     def set(self) -> None:
         # Whoever was cancelled waits no more.
