@@ -31,11 +31,18 @@ _T = TypeVar("_T")
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
     [
+        "encodings.idna",
+        "lmdb._envid",
         "numpy.ma",
+        "tests.harness",
         "upr.cli.server",
+        "upr.cluster.etcd",
+        "upr.cluster.keeper",
         "upr.replica.replica_service",
         "upr.service.server",
         "upr.service.sight.feed",
+        "uvloop",
+        "zstandard",
     ]
 )
 
