@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PIP = "pip>=25.1"  # Knows dependency groups.
 PIP_TELLS = re.compile(r"(?!.*: finished)\s*(Downloading .*[MG]B\)|Building |Installing ).*")
 """Lines of pip that are passed on: what takes seconds."""
+NOTHING = re.compile(r"(?!)")
 EVERYTHING = "--all"
 ALL_SECONDS = 690
 """From when on no further mutant is begun."""
@@ -89,14 +91,16 @@ class Environment:
         if not self._works():
             make = [sys.executable, "-m", "venv", "--clear", str(self.folder)]
             step(f"make {self.folder.name}", make)
+        # Python compiles what is imported; most of it never is.
         pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check"]
+        pip.append("--no-compile")
         if whole:
             step(f"pip into {self.folder.name}", [*pip, "-q", "--upgrade", PIP])
             step(f"packages into {self.folder.name}", [*pip, *self._requirements], PIP_TELLS)
         else:
-            # Python compiles what is imported; most of it never is. And what is downloaded is kept once: the variable
-            # reaches the pip that pip starts for what a build needs, an option does not.
-            install = ["env", "PIP_NO_CACHE_DIR=1", *pip, "--no-compile", *(self._least or [])]
+            # What is downloaded is kept once: the variable reaches the pip that pip starts for what a build needs, an
+            # option does not.
+            install = ["env", "PIP_NO_CACHE_DIR=1", *pip, *(self._least or [])]
             step(f"packages of the server into {self.folder.name}", install, PIP_TELLS)
         # Last, so that an interrupted installation is begun anew.
         packages = "all" if whole else "least"
@@ -116,13 +120,15 @@ class Environment:
         question = "import sys, pip; sys.exit(sys.version_info < (3, 11))"
         return not subprocess.call([str(self.python), "-c", question], stderr=subprocess.DEVNULL)
 
-    def run(self, words: str, arguments: list[str]) -> None:
+    def run(self, words: str, arguments: list[str], tells: re.Pattern[str] | None = None) -> None:
         """Run its Python with arguments, as a step."""
-        step(words, [str(self.python), *arguments])
+        step(words, [str(self.python), *arguments], tells)
 
 
+# Half a gigabyte of jars is compressed already: the wheel that pip makes of them need not be.
+STORED = ["pyspark", "--config-settings=--build-option=--compression=stored"]
 MAIN = Environment(
-    ".venv", ["-e", ".[server,metrics,spark,delta]", "--group", "dev"], ["-e", ".[server]"]
+    ".venv", ["-e", ".[server,metrics,spark,delta]", "--group", "dev", *STORED], ["-e", ".[server]"]
 )
 CODEGEN = Environment(".venv-codegen", ["--group", "codegen"])
 REFERENCE = Environment(".venv-reference", ["--group", "reference"])
@@ -167,6 +173,15 @@ def step(words: str, command: list[str], tells: re.Pattern[str] | None = None) -
     )
     if status:
         raise StepFailed(status)
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[], None]) -> Iterator[None]:
+    """Have something done at the same time, of which each step keeps one core busy; both are over at the end."""
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(work)
+        yield
+        done.result()
 
 
 def setup() -> None:
@@ -304,16 +319,16 @@ def node_packages() -> None:
 
 def lint() -> None:
     """Everything that reads the sources without running them, cheapest first."""
-    setup()
+    with beside(CODEGEN.make):
+        setup()
     MAIN.run("ruff check", ["-m", "ruff", "check", "."])
     MAIN.run("ruff format", ["-m", "ruff", "format", "--check", "."])
     MAIN.run("sync half of the SDK fresh", ["tools/unasync.py", "--check"])
     contracts = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     MAIN.run("import contracts", ["-c", contracts])
-    MAIN.run("mypy", ["-m", "mypy"])
-    CODEGEN.make()
     CODEGEN.run("generated code fresh", ["tools/gen_protos.py", "--check"])
     CODEGEN.run("proto rules", ["tools/lint_protos.py"])
+    MAIN.run("mypy", ["-m", "mypy", "--num-workers=2"])
 
 
 def gen() -> None:
@@ -322,6 +337,19 @@ def gen() -> None:
     CODEGEN.make()
     CODEGEN.run("wire code", ["tools/gen_protos.py"])
     MAIN.run("sync half of the SDK", ["tools/unasync.py"])
+
+
+def _bring_others() -> None:
+    """Make what tests need besides .venv."""
+    node_packages()
+    REFERENCE.make()
+
+
+def _read_tests() -> None:
+    """Have pytest keep what it makes of the tests' sources, so that not each of its processes does that at the same time."""
+    # What is wrong with them, the run of the tests says.
+    with contextlib.suppress(StepFailed):
+        MAIN.run("tests read", ["-m", "pytest", "--collect-only", "-qq"], NOTHING)
 
 
 def test(arguments: list[str]) -> None:
@@ -334,12 +362,15 @@ def test(arguments: list[str]) -> None:
         JAVA.bring()
         if everything:
             NODE.bring()
-            node_packages()
             CHROMIUM.bring()
             ETCD.bring()
             POSTGRES.bring()
-            REFERENCE.make()
-        lint()
+            with beside(_bring_others):
+                setup()
+            with beside(_read_tests):
+                lint()
+        else:
+            lint()
         # Most of them wait for something half of the time. Whatever the machine has, five are what the tests are
         # tried with: that keeps two cores busy.
         chosen = [] if everything else ["-m", "not long"]

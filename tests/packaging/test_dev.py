@@ -173,20 +173,27 @@ def test_all_the_tests_bring_all_programs_and_the_reference_as_well(
     monkeypatch.setattr(dev, "node_packages", lambda: done.append("packages of Node"))
     monkeypatch.setattr(dev.Program, "bring", lambda one: done.append(one.name))
     monkeypatch.setattr(dev.Environment, "make", lambda made: done.append(made.folder.name))
-    monkeypatch.setattr(dev.Environment, "run", lambda _, words, arguments: done.append(words))
+    monkeypatch.setattr(dev.Environment, "run", lambda _, words, *more: done.append(words))
     dev.test([])
     assert done == ["Java", "lint", "tests"]
     dev.test(["--all"])
-    brought = [
-        "Java",
-        "Node",
-        "packages of Node",
-        "Chromium",
-        "etcd",
-        "PostgreSQL",
-        ".venv-reference",
-    ]
-    assert done[3:] == [*brought, "lint", "tests", "a tenth of the mutants"]
+    programs = ["Java", "Node", "Chromium", "etcd", "PostgreSQL"]
+    assert done[3:8] == programs
+    assert set(done[8:11]) == {"packages of Node", ".venv-reference", ".venv"}
+    assert set(done[11:13]) == {"lint", "tests read"}
+    assert done[13:] == ["tests", "a tenth of the mutants"]
+
+
+def test_what_is_done_beside_is_over_and_its_failure_counts() -> None:
+    done: list[str] = []
+
+    def fail() -> None:
+        done.append("beside")
+        raise dev.StepFailed(3)
+
+    with pytest.raises(dev.StepFailed), dev.beside(fail):
+        done.append("here")
+    assert sorted(done) == ["beside", "here"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["dance"], ["setup", "--wrong"]])
