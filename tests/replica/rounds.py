@@ -134,6 +134,8 @@ class Writing:
                 self.longest, before = max(self.longest, now - before), now
                 self.acknowledged.update(keys)
                 self.newest = keys[-1]
+                # About as long as the write took: it is under way as often as not, and the processor is not all its own.
+                self._stop.wait(0.01)
 
     def go_on(self) -> None:
         """Wait until more is acknowledged than was."""
