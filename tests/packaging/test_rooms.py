@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging import test_packaging as sources
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$|/_sync/")
 HOUSES = ("upr", *sorted(f"client/{f.name}" for f in (ROOT / "client").glob("upr_*")))
@@ -43,13 +45,12 @@ EFFECTS = {"asyncio", "grpc", "lmdb", "random", "secrets", "socket", "threading"
 @cache
 def trees() -> dict[str, ast.Module]:
     """Return the syntax trees of all hand-written modules of the packages, by path."""
-    found = {}
-    for house in HOUSES:
-        for file in sorted((ROOT / house).rglob("*.py")):
-            path = str(file.relative_to(ROOT))
-            if not GENERATED.search(path):
-                found[path] = ast.parse(file.read_text())
-    return found
+    found = {str(file.relative_to(ROOT)): tree for file, tree in sources.trees().items()}
+    return {
+        path: tree
+        for path, tree in found.items()
+        if not GENERATED.search(path) and path.startswith(tuple(f"{house}/" for house in HOUSES))
+    }
 
 
 def module_of(path: str) -> str:
