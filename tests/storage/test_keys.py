@@ -356,6 +356,15 @@ def test_a_search_of_many_small_blocks_comes_in_steps(
     assert found(store, keys) == model
 
 
+def test_a_search_for_one_key_stops_at_the_block_that_has_it(store: Store) -> None:
+    keys, model = six_blocks(store)
+    with store.look() as cursor:
+        one = hash_of(keys[3]).to_bytes(4, "little")
+        assert cursor.hashes(P, 6, 0, 10**9, one).ends == [6, 5, 4]
+    for key in (keys[3], keys[0], some_keys(P, 9)[8]):
+        assert found(store, [key]) == ({key: model[key]} if key in model else {})
+
+
 def test_an_index_that_cannot_be_dropped_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[int]
 ) -> None:

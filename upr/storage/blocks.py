@@ -282,7 +282,9 @@ class BlockCursor:
             raise DataDamagedError(f"the table of the block that ends at {end} has changed")
         return StoredBlock(head.start, end, head.rows, RUN_FIELDS.unpack_from(value, 2)[5])
 
-    def hashes(self, partition: int, end: int, above: int, most: int) -> BlockHashes:
+    def hashes(
+        self, partition: int, end: int, above: int, most: int, one: bytes = b""
+    ) -> BlockHashes:
         """Return the hashes of neighbouring blocks, newest first, from the block that ends at a seqno on.
 
         They end before a block whose hashes are not there or fail their checksum: that block must be read.
@@ -290,6 +292,8 @@ class BlockCursor:
         Args:
             above: blocks that end at or below are not needed.
             most: bytes; more blocks follow when their hashes reach it.
+            one: the only hash that is sought, as in ``BlockHashes``: older blocks are not looked at before one that may
+                have it. Empty: several are sought.
         """
         starts, ends, found = list[int](), list[int](), list[bytes]()
         cursor, size = self._hashes, 0
@@ -311,7 +315,7 @@ class BlockCursor:
             found.append(hashes)
             size += len(hashes)
             key, end = keyspace.block_key(partition, start), start
-            more = cursor.prev()
+            more = not (one and one in hashes) and cursor.prev()
         row_ends = np.cumsum([len(hashes) // 4 for hashes in found], dtype=np.int64)
         return BlockHashes(starts, ends, row_ends, np.frombuffer(b"".join(found), "<u4"))
 

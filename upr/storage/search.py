@@ -475,7 +475,8 @@ class StoreSearch:
         if self._at <= floor or not sought:
             self._next_partition()
             return 0
-        known = cursor.hashes(partition, self._at, floor, BITE_BYTES)
+        one = _U32.pack(*sought) if len(sought) == 1 else b""
+        known = cursor.hashes(partition, self._at, floor, BITE_BYTES, one)
         if known.ends:
             return self._step_known(cursor, partition, known, sought)
         return self._search_whole(cursor, partition, cursor.containing(partition, self._at).end)
