@@ -322,6 +322,49 @@ async def test_behind_a_frame_that_held_all_there_was_nothing_is_looked_for(
     await stop(call)
 
 
+@pytest.mark.asyncio
+async def test_the_end_of_the_last_stream_with_an_end_goes_out_behind_its_last_frame(
+    methods: ChangeStreamMethods,
+) -> None:
+    of = methods._catalog.find("default").bucket
+    of.proven = False
+    block = sealed(replace(build_block([b"k"], [b"v"]), runs=make_runs([1], [1])))
+    of.write(block, b"", None, 0, 1)
+    # Neither a heartbeat nor credit comes to wake it.
+    transport = Transport(stability=types.STABILITY_MEMORY, heartbeat_seconds=3600)
+    call = begin(methods, transport)
+    transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=1, until_now=True)]))
+    await transport.until(lambda: len(frames(transport)) == 1)
+    await pass_turns()
+    assert ends(transport) == ["FINISHED"]
+    await stop(call)
+
+
+@pytest.mark.asyncio
+async def test_a_start_from_a_time_is_searched_for_while_every_look_finds_a_frame(
+    methods: ChangeStreamMethods,
+) -> None:
+    of = methods._catalog.find("default").bucket
+    of.proven = False
+    transport = Transport(stability=types.STABILITY_MEMORY, heartbeat_seconds=3600)
+    call = begin(methods, transport)
+    transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=1)]))
+    await transport.until(lambda: len(transport.told) >= 3)
+    await pass_turns()
+    block = sealed(replace(build_block([b"k"], [b"v"]), runs=make_runs([1], [1])))
+    transport.reading.clear()
+    of.write(block, b"", None, 0, 1)
+    await pass_turns()
+    # While a frame is on its way, another one is due and the start comes.
+    of.write(block, b"", None, 0, 1)
+    transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=2, from_time=1)]))
+    await pass_turns()
+    transport.reading.set()
+    await transport.until(lambda: len(frames(transport)) == 2)
+    await transport.until(lambda: answers(transport) == 2)
+    await stop(call)
+
+
 def frames(transport: Transport) -> list[bytes]:
     """Frames go out encoded, other messages do not."""
     return [message for message in transport.told if isinstance(message, bytes)]
@@ -330,3 +373,8 @@ def frames(transport: Transport) -> list[bytes]:
 def ends(transport: Transport) -> list[str]:
     others = [message for message in transport.told if not isinstance(message, bytes)]
     return [m.ended.problem.reason for m in others if m.HasField("ended")]
+
+
+def answers(transport: Transport) -> int:
+    others = [message for message in transport.told if not isinstance(message, bytes)]
+    return sum(m.HasField("start_answers") for m in others)

@@ -435,9 +435,9 @@ class Follower:
 
     @property
     def has_sent_all(self) -> bool:
-        """Return whether the frame before held all that there was, so that the next one is preceded by a ``wake``."""
-        # After a failure the next look ends the streams that wait for more.
-        return self._live and self._bucket.failure is None
+        """Return whether the frame before held all that there was, so that whatever is next is preceded by a ``wake``."""
+        # The frame may have ended streams itself. After a failure the next look ends those that wait for more.
+        return self._live and not self.has_ended and self._bucket.failure is None
 
     def take_ended(self) -> list[Ended]:
         """Return the waiting ends, once, oldest first."""

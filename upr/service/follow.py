@@ -334,8 +334,10 @@ class FollowCall:
                         _end_start(self._trace, saying.message)
                 else:
                     await self._send_frame(saying, saying.frame)
-                    # Then there is nothing to look for before somebody wakes this; a replica may lack small tables.
-                    has_sent_all = self._tables is None and self.follower.has_sent_all
+                    # Then there is nothing to look for before somebody wakes this; a replica may lack small tables, and
+                    # a Start its search.
+                    is_done = self._tables is None and not self._talk.waiting
+                    has_sent_all = is_done and self.follower.has_sent_all
                 del saying
                 if self._talk.over:
                     return
