@@ -138,6 +138,20 @@ def test_room_behind_the_records_is_nothing_torn(tmp_path: Path) -> None:
     assert file.read_bytes() == written
 
 
+def test_a_damaged_last_record_without_room_is_not_what_a_killed_process_leaves(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    journal.append(Commit(1, (JournalEntry(b"value" + bytes(40)),)))
+    journal.close()
+    (file,) = (tmp_path / "j").glob("*.journal")
+    file.write_bytes(file.read_bytes().replace(b"value", b"walue"))
+    (torn,) = Journal(tmp_path / "j", VERSION).inspect()
+    assert torn.torn_bytes
+    assert not torn.torn_by_kill
+
+
 def test_a_record_torn_in_its_room_is_cut_off(tmp_path: Path) -> None:
     (file,) = filled(tmp_path / "j", 2)
     whole = file.read_bytes()
@@ -240,6 +254,27 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert caught.value.errno == errno.ENOSPC
     assert file.stat().st_size == size
     journal.append(commit(2))
+    assert file.stat().st_size >= ROOM_BYTES, "the room was taken back too"
+    journal.close()
+    assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
+
+
+def test_room_that_a_full_disk_has_in_part_is_left_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallocate = os.posix_fallocate
+
+    def in_part(fd: int, at: int, size: int) -> None:
+        fallocate(fd, at, size // 2)
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.setattr(os, "posix_fallocate", in_part)
+    (file,) = filled(tmp_path / "j", 1)
+    size = file.stat().st_size
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    size += journal.append(commit(2))
+    assert file.stat().st_size == size
     journal.close()
     assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
 

@@ -339,10 +339,10 @@ class Journal:
                 yield Inspected(segment.path, at, None, words)
                 at = following
             if torn:
-                # A killed process leaves a prefix of a record; anything else comes from the disk.
+                # A killed process leaves a prefix of a record, and perhaps room; anything else comes from the disk.
                 head = _head_at(data, at)
                 prefix = at == 0 or len(torn) < _RECORD.size
-                cut = prefix if head is None else head.end > len(data)
+                cut = prefix if head is None else head.end > len(data) and head.end != len(whole)
                 yield Inspected(segment.path, at, None, torn_bytes=len(torn), torn_by_kill=cut)
 
     def _check_header(self, segment: _Segment, data: bytes, newest: bool) -> int:
@@ -461,10 +461,13 @@ class Journal:
         return size
 
     def _make_room(self, fd: int) -> None:
-        # Without it, as on a full disk, records are appended.
-        with contextlib.suppress(OSError):
+        try:
             os.posix_fallocate(fd, self._size, ROOM_BYTES)
             self._room_end = self._size + ROOM_BYTES
+        except OSError:
+            # Records are appended without it. Of a full disk ext4 took all that was left, which others need.
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, self._size)
 
     def _write(self, fd: int, data: bytes) -> None:
         view, half = memoryview(data), len(data) // 2
@@ -475,6 +478,7 @@ class Journal:
     def _take_back(self, fd: int) -> None:
         try:
             os.ftruncate(fd, self._size)
+            self._room_end = self._size
             # Otherwise it could reappear in front of a segment created since.
             os.fsync(fd)
         except OSError as error:
