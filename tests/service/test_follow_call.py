@@ -23,8 +23,6 @@ from upr_protocol.errors import ShuttingDownError
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
-"""Turns of the loop after which everything that can go on without the other side has gone on."""
-
 
 class Transport:
     """A context: what the consumer says is put in, what it is told waits until it reads."""

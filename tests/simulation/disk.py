@@ -334,11 +334,16 @@ class SimulatedDisk:
         file.truncate(size)
 
     def posix_fallocate(self, fd: int, at: int, size: int) -> None:
-        self._check("fallocate")
+        fault = self._due("fallocate")
         file = self._open[fd]
         assert file is not None
-        file.extend(at + size)
-        os.posix_fallocate(fd, at, size)
+        # One that fails keeps what there was, as on ext4.
+        end = at + (size if fault is None else self._rng.randint(1, size))
+        file.extend(end)
+        os.posix_fallocate(fd, at, end - at)
+        if fault is not None:
+            self._fail(fault, "fallocate")
+            raise OSError(fault.error, os.strerror(fault.error))
 
     def unlink(self, path: Path) -> None:
         self._check("unlink")
