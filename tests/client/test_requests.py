@@ -1,6 +1,7 @@
 """Requests of a call in asyncio: one after the other, in order, also with interceptors, and at the end of the call."""
 
 import asyncio
+import gc
 from typing import Any
 
 import grpc.aio
@@ -10,8 +11,11 @@ from tests.client._async.adapter import serve
 from tests.client.scripted import Expect, HalfClosed, applied, write_opened
 from tests.harness import pass_turns
 from upr_client import AsyncClient
+from upr_client._async.call import Call
 from upr_client._async.io import RequestQueue
 from upr_protocol.partitioning import partition_of
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
+from upr_protocol.wire.v1.key_value_service_pb2_grpc import KeyValueServiceStub
 
 
 class FakeCall:
@@ -28,7 +32,7 @@ class FakeCall:
     async def wait_for_connection(self) -> None:
         """It is there."""
 
-    async def write(self, request: int) -> None:
+    async def write(self, request: int | None) -> None:
         self.begun.append(request)
         self.ends.append(asyncio.get_running_loop().create_future())
         try:
@@ -37,7 +41,7 @@ class FakeCall:
             self.seen.append(error)
 
     async def done_writing(self) -> None:
-        self.begun.append(None)
+        await self.write(None)
 
     def cancel(self) -> None:
         self.seen.append(Exception("cancelled"))
@@ -78,6 +82,27 @@ async def test_of_a_write_that_fails_with_its_call_grpc_makes_no_error() -> None
     assert (call.begun, call.seen) == ([0], [])
 
 
+def troubles_of_the_loop() -> list[Any]:
+    """Return a list that gets what the event loop would log."""
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    return told
+
+
+@pytest.mark.asyncio
+async def test_a_half_close_that_fails_with_its_call_is_no_trouble_of_the_event_loop() -> None:
+    told = troubles_of_the_loop()
+    call, requests = FakeCall(), RequestQueue[int]()
+    requests.begin(call)
+    requests.close()
+    call.ends.pop().set_exception(RuntimeError("the call is over"))
+    await pass_turns(2)
+    requests.close()
+    del call, requests
+    gc.collect()
+    assert told == []
+
+
 class PassOn(grpc.aio.StreamStreamClientInterceptor):
     """Does nothing."""
 
@@ -97,3 +122,22 @@ async def test_a_channel_may_have_interceptors() -> None:
             bucket = client.bucket()
             found = [(await bucket.set(b"a", b"v")).seqno for _ in range(3)]
     assert found == [1, 2, 3]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("listens", [True, False])
+async def test_no_task_of_an_interceptor_is_left_of_a_call_that_is_over(listens: bool) -> None:
+    told, ended = troubles_of_the_loop(), asyncio.Event()
+    async with serve(write=[[Expect("open")]]) as server:
+        target = server.target if listens else "127.0.0.1:1"
+        async with grpc.aio.insecure_channel(target, interceptors=[PassOn()]) as channel:
+            method = KeyValueServiceStub(channel).Write
+            call = Call(method, "test", told.append, lambda _: ended.set())
+            call.send(kv_pb2.WriteRequest(open=kv_pb2.WriteOpen()))
+            await ended.wait()
+            await call.cancel()
+    await pass_turns(2)
+    del call
+    gc.collect()
+    await pass_turns(2)
+    assert told == []

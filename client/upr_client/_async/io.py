@@ -216,13 +216,18 @@ class RequestQueue(Generic[T]):
                 except StopIteration:
                     self._writing = None
                     continue
-                if self._items:
+                if self._items or self._closed:
+                    # Also of the half-close: nobody else would look at its failure.
                     self._waits_for.add_done_callback(self._go_on)
                 return
         except (Exception, asyncio.CancelledError):
             # As gRPC does with requests that it cannot take; after the end of the call it does nothing.
             self._closed = True
             self._call.cancel()
+            # Of a channel with interceptors a task of gRPC waits for the end of the requests, also when the call is over.
+            self._writing = self._call.done_writing()
+            with suppress(Exception, asyncio.CancelledError):
+                self._writing.send(None)
 
     async def join(self) -> None:
         """Return at once: no task takes the requests."""
