@@ -282,10 +282,12 @@ class Group:
 
     def request(self) -> kv_pb2.WriteRequest:
         """Return the Write of its rows, in their order within each partition."""
-        callers, durability = self.callers, self.kind.durability
+        durability = self.kind.durability
         if self.kind.most:
-            return write_request(join_blocks([bundle.block for bundle in callers]), durability)
-        runs, columns = pack_rows([row.key for row in callers], [row.value for row in callers])
+            bundles: list[Bundle] = self.callers
+            return write_request(join_blocks([bundle.block for bundle in bundles]), durability)
+        rows: list[Row] = self.callers
+        runs, columns = pack_rows([row.key for row in rows], [row.value for row in rows])
         return _request(durability, runs, columns, crc_of_columns(columns))
 
     def tell(
@@ -305,12 +307,13 @@ class Group:
         if self.kind.most:
             self._tell_bundles(result_columns(results), refused, error or _left_out())
             return
+        rows: list[Row] = self.callers
         applied: dict[int, list[int]] = {}
         for result in results:
             ids = iter(result.failover_ids)
             for partition, _, start, end, _, _ in RUN_FIELDS.iter_unpack(result.runs):
                 applied[partition] = [start, end, next(ids, 0)]
-        for row in self.callers:
+        for row in rows:
             partition = partition_of(row.key)
             run = applied.get(partition)
             if run is not None:
@@ -336,7 +339,8 @@ class Group:
         runs = runs[:, runs[0] < PARTITIONS]
         at = runs[0].astype(np.int64)
         applied[at], (starts[at], ends[at], ids[at]) = True, runs[1:]
-        for bundle in self.callers:
+        bundles: list[Bundle] = self.callers
+        for bundle in bundles:
             # Within a partition its rows are behind those of the bundles before it.
             table = bundle.block.runs
             touched, counts = table["partition"].astype(np.int64), table["count"].astype(np.uint64)
@@ -472,7 +476,8 @@ class Gathering:
         return first
 
     def _forget(self, group: Group) -> None:
-        for row in group.callers:
+        rows: list[Row] = group.callers
+        for row in rows:
             if self._last.get(row.key) == group.number:
                 del self._last[row.key]
 
