@@ -88,7 +88,9 @@ class RawClient:
         call = self.kv.Write()
         bucket = options.pop("bucket", "default")
         opening = kv.WriteOpen(bucket=bucket, producer=producer, **options)
-        await call.write(kv.WriteRequest(open=opening))
+        # Of a call that was refused meanwhile reading says why.
+        with suppress(grpc.aio.AioRpcError):
+            await call.write(kv.WriteRequest(open=opening))
         writer = RawWriter(call)
         writer.opened = (await writer.read()).opened
         return writer
@@ -96,7 +98,9 @@ class RawClient:
     async def follow(self, **options: Any) -> "RawFollow":
         call = self.changes.Follow()
         opening = changes.Open(bucket=options.pop("bucket", "default"), **options)
-        await call.write(changes.FollowRequest(open=opening))
+        # Of a call that was refused meanwhile reading says why.
+        with suppress(grpc.aio.AioRpcError):
+            await call.write(changes.FollowRequest(open=opening))
         follow = RawFollow(call)
         follow.opened = (await follow.read()).opened
         return follow

@@ -152,9 +152,7 @@ class Net:
 class ClientCall:
     """The client's end of a call; what is used of grpc.aio's StreamStreamCall."""
 
-    def __init__(
-        self, channel: "Channel", method: str, serialize: Any, deserialize: Any, requests: Any
-    ) -> None:
+    def __init__(self, channel: "Channel", method: str, serialize: Any, deserialize: Any) -> None:
         loop = running()
         net = channel.net
         self._net, self.loop, self.method = net, loop, method
@@ -163,7 +161,6 @@ class ClientCall:
         self._status: Status | None = None
         self._waiting: list[asyncio.Future[None]] = []
         self._half_closed = False
-        self._poller: asyncio.Task[None] | None = None
         self.server: ServerCall | None = None
         self._channel = channel
         number = net.number(loop.host, channel.address, method)
@@ -183,15 +180,6 @@ class ClientCall:
             self._to_server = Direction(net, loop, server.loop, f"> {name}")
             self.server.to_client = Direction(net, server.loop, loop, f"< {name}")
             self._to_server.send(self.server.begin)
-        if requests is not None:
-            self._poller = loop.create_task(self._send_all(requests))
-
-    async def _send_all(self, requests: Any) -> None:
-        async for request in requests:
-            if self.done():
-                return
-            await self.write(request)
-        await self.done_writing()
 
     # What comes from the server, and from the network.
 
@@ -205,8 +193,6 @@ class ClientCall:
             self._status = status
             self._net.calls.pop(self, None)
             self._channel.calls.pop(self, None)
-            if self._poller is not None:
-                self._poller.cancel()
             self._wake()
 
     def break_off(self, *, client: bool, server: bool) -> None:
@@ -239,6 +225,11 @@ class ClientCall:
         self._waiting.append(future)
         await future
 
+    async def _turn(self) -> None:
+        future = self.loop.create_future()
+        self.loop.call_soon(lambda: None if future.done() else future.set_result(None))
+        await future
+
     # What the client does.
 
     def done(self) -> bool:
@@ -263,7 +254,12 @@ class ClientCall:
         if self.server is not None:
             self._to_server.send(self.server.arrived, data)
             await self._to_server.room()
-        await asyncio.sleep(0)
+        await self._turn()
+
+    async def wait_for_connection(self) -> None:
+        await self._turn()
+        if self.done():
+            self.check()
 
     async def done_writing(self) -> None:
         if not self.done() and not self._half_closed:
@@ -323,7 +319,8 @@ class Channel:
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Callable[..., ClientCall]:
         def begin(requests: Any = None, metadata: Any = None) -> ClientCall:
-            return ClientCall(self, method, request_serializer, response_deserializer, requests)
+            assert requests is None, "requests are written"
+            return ClientCall(self, method, request_serializer, response_deserializer)
 
         return begin
 
@@ -331,7 +328,7 @@ class Channel:
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Callable[..., Awaitable[Any]]:
         async def ask(request: Any, **options: Any) -> Any:
-            call = ClientCall(self, method, request_serializer, response_deserializer, None)
+            call = ClientCall(self, method, request_serializer, response_deserializer)
             try:
                 async with asyncio.timeout(options.get("timeout")):
                     with suppress(asyncio.InvalidStateError):
