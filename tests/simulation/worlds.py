@@ -85,6 +85,8 @@ def prepared(seed: int) -> Iterator[None]:
         use_sizes(patch, seed)
         patch.setattr(journal, "os", journal.os)  # type: ignore[attr-defined]
         patch.setattr(journal, "SEGMENT_BYTES", journal.SEGMENT_BYTES)
+        # Records are small, and the simulated disk copies all of a file at each loss of power.
+        patch.setattr(journal, "ROOM_BYTES", 2**14)
         yield
 
 
