@@ -623,10 +623,8 @@ class _WriteCall:
 
     def _awaits_commit(self, pending: _Pending) -> bool:
         """Return whether a write waits for the journal and nothing else, and what ends that is still to come."""
-        disk, bucket, written = self._host.disk, self._host.bucket, pending.written
-        if written is None or pending.copies or written.entry < bucket.tail.durable:
-            return False
-        if not self._host.may_answer:
+        disk, bucket = self._host.disk, self._host.bucket
+        if pending.copies > 0 or self._is_durable(pending) or not self._host.may_answer:
             return False
         if disk.gone is not None or bucket.failure is not None:
             return False
