@@ -297,9 +297,7 @@ class Journal:
 
     def _newest(self) -> _Segment:
         """Return the newest segment that holds more than a header, or the first."""
-        filled = (
-            s for s in reversed(self._segments) if _end_of(s.path.read_bytes()) > _HEADER.size
-        )
+        filled = (s for s in reversed(self._segments) if _is_filled(s.path))
         return next(filled, self._segments[0])
 
     def _remove_empty(self) -> None:
@@ -543,6 +541,14 @@ def _write_whole(fd: int, data: bytes | memoryview, at: int) -> None:
     while view:
         written = os.pwrite(fd, view, at)
         view, at = view[written:], at + written
+
+
+def _is_filled(path: Path) -> bool:
+    """Return whether a segment has more than its header and room."""
+    with path.open("rb") as file:
+        file.seek(_HEADER.size)
+        # A record begins with no zero, but of a torn one the beginning may be missing.
+        return bool(file.read(1).strip(b"\0") or file.read().strip(b"\0"))
 
 
 def _end_of(data: bytes) -> int:

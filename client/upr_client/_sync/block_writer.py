@@ -115,8 +115,6 @@ class BlockWriter:
         self._row_room = Semaphore(GATHERED_ROWS_MAX)
         self._work = Event()
         self._closing = Event()
-        self._takes = False
-        """Whether writes are taken: the runner runs, and nobody closed the writer."""
         self._progress_at = 0.0
         self._runner: Background | None = None
         # Of the call that is open.
@@ -153,8 +151,7 @@ class BlockWriter:
         self._room.take()
         with self._mutex:
             try:
-                if not self._takes:
-                    self._start()
+                self._start()
                 # What was begun before must not come behind it.
                 self._send_groups(everything=True)
             except BaseException:
@@ -208,8 +205,7 @@ class BlockWriter:
         """Have something that has room added to what gathers; its caller waits for its outcome."""
         with self._mutex:
             try:
-                if not self._takes:
-                    self._start()
+                self._start()
                 add(what, durability)
             except BaseException:
                 # As in ``submit``.
@@ -224,7 +220,6 @@ class BlockWriter:
             raise ClosedError("the client was closed", hint="open a new one")
         if self._runner is None:
             self._runner = Background(self._run, "upr-writer")
-        self._takes = True
 
     def _send_begun(self) -> None:
         with self._mutex:
@@ -302,7 +297,7 @@ class BlockWriter:
                 # Rows of which no write could be made were told so.
                 self._send_groups(everything=True)
             # What the window did not take is not sent any more: behind the half-close it would be dropped unseen.
-            self._accepted = self._takes = False
+            self._accepted = False
             self._closing.set()
             self._work.set()
             call, runner = self._call, self._runner
@@ -592,12 +587,10 @@ class BlockWriter:
             self._room.give_back()
             return
         self._under_way.remove(write.group)
-        refused = write.problems
-        if refused:
-            # What is refused only for now may have been applied by a later attempt of unknown outcome.
-            refused = {
-                p: why for p, why in refused.items() if not (write.unknown and why.retriable)
-            }
+        # What is refused only for now may have been applied by a later attempt of unknown outcome.
+        refused = {
+            p: why for p, why in write.problems.items() if not (write.unknown and why.retriable)
+        }
         self._tell(write.group, write.results, refused, error)
 
     def _fail_all(self, error: UprError) -> None:

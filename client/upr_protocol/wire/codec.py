@@ -62,8 +62,6 @@ from upr_protocol.wire.v1 import types_pb2
 
 _FRAME_TAG = bytes([wire.FollowResponse.FRAME_FIELD_NUMBER << 3 | 2])
 _BLOCK_TAG = bytes([wire.Frame.BLOCKS_FIELD_NUMBER << 3 | 2])
-_TOKENS_TAG = bytes([wire.Frame.TOKENS_FIELD_NUMBER << 3 | 2])
-_PURGE_TAG = bytes([wire.Frame.PURGE_SEQNOS_FIELD_NUMBER << 3 | 2])
 _CREDIT_TAG = bytes([wire.Frame.CREDIT_BYTES_FIELD_NUMBER << 3])
 
 COMPRESS_BYTES_MIN = 512
@@ -557,16 +555,14 @@ def encode_frame(
         purge_seqnos: 12 bytes a partition, see Frame.
         writes: for a replica: the number of a block, from 0, and a write in it: producer, number, run table.
     """
-    parts: list[bytes] = []
+    parts: list[bytes | memoryview] = []
     credit = 0
     for block in blocks:
         size = len(block)
         credit += size
         parts += (_BLOCK_TAG, _varint(size), block)
-    if tokens:
-        parts += (_TOKENS_TAG, _varint(len(tokens)), tokens)
-    if purge_seqnos:
-        parts += (_PURGE_TAG, _varint(len(purge_seqnos)), purge_seqnos)
+    parts += _bytes_field(wire.Frame.TOKENS_FIELD_NUMBER, tokens)
+    parts += _bytes_field(wire.Frame.PURGE_SEQNOS_FIELD_NUMBER, purge_seqnos)
     if credit:
         parts += (_CREDIT_TAG, _varint(credit))
     if writes:
