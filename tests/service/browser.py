@@ -35,6 +35,21 @@ _OPTIONS: Final = (
     *("--disable-extensions", "--disable-default-apps", "--window-size=1440,1000"),
 )
 
+_NAVIGATED: Final = (
+    "Inspected target navigated or closed",
+    "Execution context was destroyed.",
+    "Cannot find default execution context",
+)
+
+
+def _shown(selector: str) -> str:
+    one = f"document.querySelector({json.dumps(selector)})"
+    return f"{one}?.checkVisibility() ? {one}.innerText : ''"
+
+
+class NavigatedError(Exception):
+    """A command came to no end, because the page went to another address or was loaded again meanwhile."""
+
 
 class Browser:
     """One Chromium process with one page.
@@ -106,6 +121,8 @@ class Browser:
             assert time.monotonic() < deadline, f"no answer to {method}"
             self._receive()
         answer = self._answers.pop(self._number)
+        if answer.get("error", {}).get("message") in _NAVIGATED:
+            raise NavigatedError(method)
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
@@ -147,36 +164,28 @@ class Browser:
 
     def text(self, selector: str) -> str:
         """Return the text of an element as it is shown; empty for one that is hidden or not there."""
-        quoted = json.dumps(selector)
-        return str(
-            self.run(
-                f"document.querySelector({quoted})?.checkVisibility() ? document.querySelector({quoted}).innerText : ''"
-            )
-        )
+        return str(self.run(_shown(selector)))
 
     def wait(self, code: str, enough: Callable[[Any], object] = bool) -> Any:
-        """Wait until an expression of the page is enough, and return its value."""
+        """Wait until an expression of the page is enough, and return its value.
+
+        The page may load meanwhile: then it is asked again.
+        """
         value = None
 
         def is_enough() -> object:
             nonlocal value
-            value = self.run(code)
-            return enough(value)
+            with contextlib.suppress(NavigatedError):
+                value = self.run(code)
+                return enough(value)
+            return False
 
         wait_until(is_enough, lambda: f"in vain for {code}; it is {value!r}")
         return value
 
     def wait_text(self, selector: str, words: str) -> str:
         """Wait until an element shows some words, and return all that it shows."""
-        found = ""
-
-        def is_shown() -> bool:
-            nonlocal found
-            found = self.text(selector)
-            return words in found
-
-        wait_until(is_shown, lambda: f"in vain for {words!r} in {selector}: {found!r}")
-        return found
+        return str(self.wait(_shown(selector), lambda found: words in found))
 
     def click(self, selector: str, at: Sequence[float] = ()) -> None:
         """Click an element with the mouse: in its middle, or at a place within it."""
