@@ -1,5 +1,6 @@
 """Settings of ``upr-server``: command line, environment, file, ``--print-config``, and the manual's table."""
 
+import os
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import StartServer
+from upr.cli import server as command
 from upr.cli.server import main
 from upr.config import OPTIONS
 from upr_client import Client
@@ -220,3 +222,29 @@ def test_the_manual_has_the_table_of_settings() -> None:
         shown = option.otherwise or (f"`{default}`" if isinstance(default, str) else "")
         lines.append(f"| `--{name}` | {shown} | {option.words.replace('|', '/')} |")
     assert "\n".join(lines) in MANUAL.read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "found"),
+    [
+        ("1.79.1", None, None),
+        ("1.80.0", None, "-event_engine_client,-event_engine_listener"),
+        ("1.85.3", None, "-event_engine_client,-event_engine_listener"),
+        ("1.85.3", "of its own", "of its own"),
+        # It may not know them any more, and would say so on stderr.
+        ("1.86.0.dev1", None, None),
+        ("2.0.0", None, None),
+    ],
+)
+def test_grpc_polls_where_it_can_be_asked_to(
+    version: str, given: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "version", lambda _: version)
+    monkeypatch.setenv("GRPC_VERBOSITY", "ERROR")
+    # Also if it is not there: then what the command sets is taken back at the end.
+    monkeypatch.setenv("GRPC_EXPERIMENTS", given or "")
+    if given is None:
+        monkeypatch.delenv("GRPC_EXPERIMENTS")
+    command._set_up_grpc()
+    assert os.environ.get("GRPC_EXPERIMENTS") == found
+    assert os.environ["GRPC_VERBOSITY"] == "ERROR"
