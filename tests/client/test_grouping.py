@@ -492,6 +492,8 @@ def bundle_of(rows: list[Sized]) -> Bundle:
 # The third must not go along with the first, in front of the second.
 @example([((b"a", None), False, 0), ((b"a", None), True, 0), ((b"a", None), False, 0)])
 @example([((b"a", 1), False, 0), ([(b"a", 1)], False, 0), ((b"a", 1), False, 0)])
+# A small one and a large one, one behind the other.
+@example([([(b"a", 1)], False, 0), ([(b"a", 2**17)], False, 0)])
 def test_groups_have_one_kind_and_their_bounds_and_keep_the_order_of_each_key(
     drawn: list[tuple[Sized | list[Sized], bool, int]],
 ) -> None:

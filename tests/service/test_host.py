@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,17 +185,22 @@ class Script:
         for message in messages:
             self.messages.put_nowait(message.SerializeToString())
         self.broken = False
+        self.begun_reads = 0
         self.lost_reads = 0
 
     def peer(self) -> str:
         return "test"
 
     async def read(self) -> Any:
+        self.begun_reads += 1
         try:
             return await self.messages.get()
         except asyncio.CancelledError:
             self.lost_reads += 1
             raise
+
+    def has_begun(self, reads: int) -> bool:
+        return self.begun_reads == reads
 
     async def write(self, message: Any) -> None:
         if self.broken:
@@ -450,7 +456,9 @@ async def test_the_answer_to_a_repeated_write_waits_for_the_disk_too(
         assert (await context.said.get()).HasField("opened")
         context.send(1, rows(b"a"))
         contexts.append(context)
-        await until(lambda: sum(host.bucket.partitions.high.tolist()) == 1)
+        # The third is begun when the write is numbered, or found to be there.
+        await until(partial(context.has_begun, 3))
+    assert sum(host.bucket.partitions.high.tolist()) == 1
     await pass_turns()
     early = [not context.said.empty() for context in contexts]
     held.set()
