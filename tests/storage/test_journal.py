@@ -164,6 +164,25 @@ def test_a_record_torn_in_its_room_is_cut_off(tmp_path: Path) -> None:
     assert file.read_bytes() == whole
 
 
+def test_a_record_that_would_fill_its_room_is_torn_as_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = len(encode_record(commit(2)))
+    monkeypatch.setattr(journal_module, "ROOM_BYTES", len(encode_record(commit(1))) + size)
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    journal.append(commit(1))
+    arm(monkeypatch, "journal.half_append=error:EIO:1")
+    # As a killed process leaves it.
+    monkeypatch.setattr(journal, "_take_back", lambda _: None)
+    with pytest.raises(OSError, match=r"\[Errno 5\]"):
+        journal.append(commit(2))
+    *_, torn = Journal(tmp_path / "j", VERSION).inspect()
+    assert torn.torn_bytes
+    assert torn.torn_by_kill
+    journal.close()
+
+
 def test_room_of_a_segment_that_is_full_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +220,30 @@ def test_damage_before_the_last_record_is_refused(tmp_path: Path, where: int) ->
     file.write_bytes(data)
     with pytest.raises(DataDamagedError, match=f"{file.name}.*damaged"):
         replayed(tmp_path / "j")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_damage_before_a_last_record_that_ends_with_zeros_is_refused(
+    tmp_path: Path, killed: bool
+) -> None:
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    journal.append(commit(1))
+    damaged = journal._size
+    journal.append(commit(2))
+    journal.append(Commit(3, (JournalEntry(bytes(40)),)))
+    (file,) = (tmp_path / "j").glob("*.journal")
+    if not killed:
+        journal.close()
+    data = bytearray(file.read_bytes())
+    data[damaged + 9] ^= 1
+    file.write_bytes(data)
+    found = list(Journal(tmp_path / "j", VERSION).inspect())
+    assert [one.commit and one.commit.number for one in found] == [1, None, 3]
+    with pytest.raises(DataDamagedError, match=f"byte {damaged} is damaged and whole"):
+        replayed(tmp_path / "j")
+    assert file.read_bytes() == data
+    journal.close()
 
 
 def test_a_torn_record_in_an_older_segment_is_damage(

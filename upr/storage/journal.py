@@ -275,7 +275,7 @@ class Journal:
             while at < end:
                 found = _record_at(data, at)
                 if found is None:
-                    if not newest or _next_record(data[:end], at) < end:
+                    if not newest or _next_record(data, at) < end:
                         raise DataDamagedError(
                             f"{segment.path}: the record at byte {at} is damaged and whole records follow",
                             hint="restore the data directory from a replica or a backup",
@@ -329,7 +329,8 @@ class Journal:
                     yield Inspected(segment.path, at, found[0])
                     at = found[1]
                     continue
-                following = _next_record(data, at)
+                # As it may be the next one, which is whole all the same.
+                following = min(_next_record(whole, at), len(data))
                 if newest and following == len(data):
                     torn = data[at:]
                     break
@@ -432,7 +433,7 @@ class Journal:
             self._begin_segment()
         assert self._fd is not None
         record = encode_record(commit)
-        if self._size + len(record) > self._room_end and len(record) < ROOM_RECORD_BYTES:
+        if self._size + len(record) >= self._room_end and len(record) < ROOM_RECORD_BYTES:
             self._make_room(self._fd)
         try:
             self._write(self._fd, record)
