@@ -38,6 +38,8 @@ _REFUSED: Final = frozenset({PartitionNotActiveError.default_reason, BehindError
 READ_FROM: Final = {"active": False, "any": True}
 """Words of ``read_from``, and whether any server may be read from then."""
 _PORT_MAX: Final = 65535
+_SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
+"""Those that gRPC knows."""
 _SERVER_NAME: Final = re.compile(
     r"(?!(?i:unix|unix-abstract|vsock|dns|ipv4|ipv6|xds|google-c2p):)(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})"
 )
@@ -59,6 +61,8 @@ def endpoints_of(target: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         InvalidArgumentError: there is none, or one is not of this form.
     """
+    if not isinstance(target, Sequence):
+        raise InvalidArgumentError(f"target is {target!r}; must be HOST:PORT, or several")
     parts = target.split(",") if isinstance(target, str) else list(target)
     endpoints = []
     for part in parts:
@@ -70,6 +74,11 @@ def endpoints_of(target: str | Sequence[str]) -> tuple[str, ...]:
             raise InvalidArgumentError(
                 f"endpoint is {part!r}; must be HOST:PORT with a port of 1 to {_PORT_MAX}",
                 hint="give several with commas in between, or as a list",
+            )
+        if "://" in endpoint and not endpoint.startswith(_SCHEMES):
+            raise InvalidArgumentError(
+                f"endpoint is {part!r}; must be HOST:PORT, without a scheme",
+                hint=f"give {endpoint.partition('://')[2]!r}; whether it is encrypted is said by tls",
             )
         endpoints.append(endpoint)
     if not endpoints:

@@ -516,10 +516,6 @@ class WriterOptions:
             raise InvalidArgumentError(
                 f"linger_seconds is {self.linger_seconds}; must be 0 or more"
             )
-        if self.on_results is not None and not callable(self.on_results):
-            raise InvalidArgumentError(
-                "on_results is not callable; must be None or a function of rows and results"
-            )
 
 
 class Batch:

@@ -1,4 +1,4 @@
-"""Limits and defaults of the protocol, all in one place, the checks of names and choices, and the way in which people write
+"""Limits and defaults of the protocol, all in one place, the checks of names, numbers and choices, and the way in which people write
 sizes, durations and partitions.
 
 Units are in the names. A limit that bounds what a peer may send is checked where the message enters, and
@@ -9,6 +9,7 @@ for what the specification leaves open.
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from numbers import Real
 from typing import Final, TypeVar
 
 from upr_protocol.errors import InvalidArgumentError
@@ -279,6 +280,8 @@ def check_name(name: str, what: str) -> str:
     Raises:
         InvalidArgumentError: it is not.
     """
+    if not isinstance(name, str):
+        raise InvalidArgumentError(f"{what} is {name!r}; must be a str")
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
@@ -289,6 +292,14 @@ def check_name(name: str, what: str) -> str:
             f"{what} {name[:60]!r} is {size} bytes; must be 1 to {NAME_BYTES_MAX} without control characters"
         )
     return name
+
+
+def check_at_least(value: float, least: float, what: str, *, above: bool = False) -> None:
+    """Raise InvalidArgumentError unless the value is a number, and the least one or more; ``above``: more."""
+    # NaN fails both.
+    if not isinstance(value, Real) or not (value > least if above else value >= least):
+        words = f"above {least:g}" if above else f"{least:g} or more"
+        raise InvalidArgumentError(f"{what} is {value!r}; must be {words}")
 
 
 def choice(table: Mapping[str, T], name: str, what: str) -> T:

@@ -42,11 +42,41 @@ def test_targets(target: str | list[str], endpoints: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["", "a", "a:", ":1", "a:0", "a:65536", "a:1,,b:1", "a:x", [], [7], "a:" + "9" * 5000]
+    "target",
+    [
+        "",
+        "a",
+        "a:",
+        ":1",
+        "a:0",
+        "a:65536",
+        "a:1,,b:1",
+        "a:x",
+        [],
+        [7],
+        "a:" + "9" * 5000,
+        "http://a:1",
+    ],
 )
 def test_targets_that_are_none(target: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="endpoint"):
         Client(target)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target": 7711}, "target is 7711; must be HOST:PORT"),
+        ({"connect_timeout": 0}, "connect_timeout is 0; must be above 0"),
+        ({"request_timeout": None}, "request_timeout is None; must be above 0"),
+        ({"retry_seconds": "2"}, "retry_seconds is '2'; must be 0 or more"),
+        ({"retry_seconds": -1}, "retry_seconds is -1; must be 0 or more"),
+        ({"retry_seconds": float("nan")}, "retry_seconds is nan; must be 0 or more"),
+    ],
+)
+def test_options_of_a_client_out_of_range(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        Client(**{"target": "a:1", **options})
 
 
 @pytest.mark.parametrize(

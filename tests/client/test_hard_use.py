@@ -19,7 +19,7 @@ import pytest
 
 from tests.harness import RunningServer
 from upr_client import AsyncClient, Change, Client, Group, MemoryPositions, Only, Rollback, Tuning
-from upr_client.errors import InvalidArgumentError
+from upr_client.errors import ClosedError, HandlerError, InvalidArgumentError
 from upr_client.testing import ScriptedServer, keys_in
 from upr_client.types import Changes
 from upr_protocol.limits import ADMIN_SOCKET
@@ -435,3 +435,91 @@ def test_a_group_applies_each_change_once_although_members_are_killed(
         for member in members:
             member.kill()
             member.wait()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda bucket, late: bucket.changes(on_rollback=late),
+        lambda bucket, late: bucket.changes(resume=Group("g", on_assigned=late)),
+        lambda bucket, late: bucket.changes(resume=Group("g", on_revoked=late)),
+        lambda bucket, late: bucket.changes(on_status=late),
+        lambda bucket, late: bucket.materialize(on_status=late),
+        lambda bucket, late: bucket.writer(on_results=late),
+    ],
+)
+def test_without_asyncio_an_async_callback_is_refused(
+    use: Callable[[Any, Any], object], server: ScriptedServer
+) -> None:
+    async def late(*_: object) -> None:
+        raise AssertionError("it is never run")
+
+    with Client(server.target) as client:
+        bucket = client.bucket()
+        with pytest.raises(InvalidArgumentError, match="must not be async"):
+            use(bucket, late)
+
+
+def test_without_asyncio_what_nobody_would_wait_for_handles_nothing(server: ScriptedServer) -> None:
+    async def late(*_: object) -> None:
+        raise AssertionError("it is never run")
+
+    for key in KEYS:
+        server.write(key, b"v")
+    positions = MemoryPositions()
+    with Client(server.target) as client:
+        changes = client.bucket().changes(
+            resume=positions, only=Only([P]), until={P: 6}, acknowledge="manual"
+        )
+        with changes:
+            several: tuple[dict[str, Any], ...] = (
+                {"dead_letter": late},
+                {"on_rollback_event": late},
+            )
+            for asked in several:
+                with pytest.raises(InvalidArgumentError, match="must not be async"):
+                    changes.run(lambda _: None, **asked)
+            with pytest.raises(InvalidArgumentError, match=r"handler is .*must not be async"):
+                changes.run(late)
+            # What it returns is seen only then.
+            with pytest.raises(HandlerError, match="must be done when it returns"):
+                changes.run(lambda change: late(change), retries=0)
+    assert positions.load([P])[P].seqno == 0
+
+
+def test_run_is_called_once_at_a_time(server: ScriptedServer) -> None:
+    refused = list[str]()
+    server.write(KEYS[0], b"v")
+    with (
+        Client(server.target) as client,
+        client.bucket().changes(only=Only([P]), until={P: 1}, acknowledge="manual") as changes,
+    ):
+
+        def again(_: Change) -> None:
+            try:
+                changes.run(lambda _: None)
+            except InvalidArgumentError as error:
+                refused.append(error.message)
+
+        changes.run(again)
+    assert refused == ["run is under way already; must be called once at a time"]
+
+
+def test_a_view_that_is_not_open_shows_nothing(server: ScriptedServer) -> None:
+    with Client(server.target) as client:
+        view = client.bucket().materialize()
+        asks: list[Callable[[], object]] = [
+            lambda: view.get(KEYS[0]),
+            lambda: KEYS[0] in view,
+            lambda: len(view),
+            lambda: view.ready(0),
+        ]
+        for ask in asks:
+            with pytest.raises(ClosedError, match="the view is not open") as caught:
+                ask()
+            assert "with statement" in caught.value.hint
+        with view:
+            assert view.ready(10)
+            assert view.get(KEYS[0]) is None
+        with pytest.raises(ClosedError, match="the view was closed"):
+            view.get(KEYS[0])

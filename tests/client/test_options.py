@@ -22,9 +22,13 @@ from upr_client.errors import InvalidArgumentError
         (lambda: Tuning(heartbeat_seconds=0.0), "heartbeat"),
         (lambda: Tuning(save_seconds=-1.0), "save_seconds is -1.0; must be 0 or more"),
         (lambda: Tuning(retry_seconds=float("nan")), "retry_seconds is nan"),
+        (lambda: Tuning(save_seconds="1"), "save_seconds is '1'; must be 0 or more"),  # type: ignore[arg-type]
         (lambda: Tuning(unacknowledged_max=0), "unacknowledged_max is 0; must be 1 or more"),
         (lambda: Group("g", lease_seconds=0.1), "lease_seconds is 0.1; must be 1 to 3600"),
+        (lambda: Group("g", lease_seconds="9"), "lease_seconds is '9'"),  # type: ignore[arg-type]
         (lambda: Group("g", member=""), "member"),
+        (lambda: Group(b"g"), "group is b'g'; must be a str"),  # type: ignore[arg-type]
+        (lambda: Only(7), "partitions is 7; must be several"),  # type: ignore[arg-type]
         (lambda: Group(""), "group"),
         (lambda: ServerPositions("\n"), "consumer"),
     ],

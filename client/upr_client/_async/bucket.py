@@ -12,7 +12,7 @@ from upr_client._async.block_writer import AsyncBlockWriter, Write
 from upr_client._async.call import BucketHandle, Connection
 from upr_client._async.changes import AsyncChanges
 from upr_client._async.cuts import AsyncHeldCut
-from upr_client._async.io import Event, give_way, mutex, now
+from upr_client._async.io import Event, check_callbacks, give_way, mutex, now
 from upr_client._async.view import AsyncView
 from upr_client._async.writer import AsyncWriter
 from upr_client.backoff import delay
@@ -233,6 +233,7 @@ class AsyncBucket:
             ClosedError: the client was closed.
         """
         self._connection.check_usable()
+        check_callbacks(on_results=on_results)
         options = WriterOptions(
             durability, batch_rows, batch_bytes, linger_seconds, max_outstanding_bytes, on_results
         )
@@ -430,6 +431,13 @@ class AsyncBucket:
             on_status=on_status,
             read_from=read_from,
         )
+        group = options.group
+        check_callbacks(
+            on_status=on_status,
+            on_rollback=on_rollback if callable(on_rollback) else None,
+            on_assigned=group and group.on_assigned,
+            on_revoked=group and group.on_revoked,
+        )
         return AsyncChanges(self._handle, options)
 
     def materialize(
@@ -448,6 +456,7 @@ class AsyncBucket:
                 a state that it had at the server.
             on_status, read_from: as in ``changes``.
         """
+        check_callbacks(on_status=on_status)
         return AsyncView(self._handle, only, at_markers, on_status, read_from)
 
     async def _close(self, seconds: float) -> None:

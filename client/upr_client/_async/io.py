@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
+from upr_protocol.errors import InvalidArgumentError
+
 T = TypeVar("T")
 
 Channel = grpc.aio.Channel
@@ -269,6 +271,13 @@ def from_anywhere(work: Callable[[], object]) -> Callable[[], None]:
 async def give_way() -> None:
     """Let what else is ready on the event loop have a turn."""
     await asyncio.sleep(0)
+
+
+def check_callbacks(**callbacks: Any) -> None:
+    """Raise InvalidArgumentError unless each is a function, or None."""
+    for what, value in callbacks.items():
+        if value is not None and not callable(value):
+            raise InvalidArgumentError(f"{what} is {value!r}; must be a function")
 
 
 async def maybe_await(value: Any) -> Any:

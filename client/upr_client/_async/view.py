@@ -88,7 +88,9 @@ class AsyncView:
             self._failure = error
         finally:
             if self._failure is None:
-                self._failure = ClosedError("the view was closed")
+                self._failure = ClosedError(
+                    "the view was closed", hint="ask the bucket for a new one"
+                )
             self._ready.set()
             self._waiters.wake()
 
@@ -148,6 +150,7 @@ class AsyncView:
         Raises:
             UprError: following ended with it.
         """
+        self._check()
         if not await self._ready.wait(seconds):
             return False
         self._check()
@@ -168,6 +171,8 @@ class AsyncView:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._reader is None:
+            raise ClosedError("the view is not open", hint="use it in a with statement")
 
     def seqno(self, partition: int) -> int:
         """Up to which seqno a partition is shown.

@@ -13,7 +13,7 @@ from upr_client._sync.block_writer import BlockWriter, Write
 from upr_client._sync.call import BucketHandle, Connection
 from upr_client._sync.changes import Changes
 from upr_client._sync.cuts import HeldCut
-from upr_client._sync.io import Event, give_way, mutex, now
+from upr_client._sync.io import Event, check_callbacks, give_way, mutex, now
 from upr_client._sync.view import View
 from upr_client._sync.writer import Writer
 from upr_client.backoff import delay
@@ -234,6 +234,7 @@ class Bucket:
             ClosedError: the client was closed.
         """
         self._connection.check_usable()
+        check_callbacks(on_results=on_results)
         options = WriterOptions(
             durability, batch_rows, batch_bytes, linger_seconds, max_outstanding_bytes, on_results
         )
@@ -431,6 +432,13 @@ class Bucket:
             on_status=on_status,
             read_from=read_from,
         )
+        group = options.group
+        check_callbacks(
+            on_status=on_status,
+            on_rollback=on_rollback if callable(on_rollback) else None,
+            on_assigned=group and group.on_assigned,
+            on_revoked=group and group.on_revoked,
+        )
         return Changes(self._handle, options)
 
     def materialize(
@@ -449,6 +457,7 @@ class Bucket:
                 a state that it had at the server.
             on_status, read_from: as in ``changes``.
         """
+        check_callbacks(on_status=on_status)
         return View(self._handle, only, at_markers, on_status, read_from)
 
     def _close(self, seconds: float) -> None:

@@ -18,6 +18,7 @@ from upr_client._sync.io import (
     Queue,
     Semaphore,
     begin_connecting,
+    check_callbacks,
     from_anywhere,
     give_way,
     maybe_await,
@@ -723,10 +724,14 @@ class Changes:
         """
         self._ledger()
         options = HandlingOptions(concurrency, order, retries, dead_letter, on_rollback_event)
-        if self._options.on_rollback in ("event", "restart") and on_rollback_event is None:
+        options.check_rollbacks(self._options.on_rollback)
+        check_callbacks(
+            handler=handler, dead_letter=dead_letter, on_rollback_event=on_rollback_event
+        )
+        if self._handling is not None:
             raise InvalidArgumentError(
-                f"on_rollback_event is None; with on_rollback={self._options.on_rollback!r} it must be a function",
-                hint="a rollback that nobody undoes leaves what never happened: pass run(on_rollback_event=...)",
+                "run is under way already; must be called once at a time",
+                hint="concurrency= handles several changes at a time",
             )
         self._handling = Handling(self, handler, options)
         try:

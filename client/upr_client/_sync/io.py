@@ -7,6 +7,7 @@ well is made of steps of the interpreter's own C code here, each of which is don
 
 import _thread
 import contextlib
+import inspect
 import threading
 import time
 from collections import deque
@@ -17,7 +18,11 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from upr_protocol.errors import InvalidArgumentError
+
 T = TypeVar("T")
+
+_USE_ASYNC = "nobody would wait for it: use AsyncClient, or a plain function"
 
 Channel = grpc.Channel
 
@@ -219,6 +224,21 @@ def give_way() -> None:
     """Let others have a turn; threads have theirs anyway."""
 
 
+def check_callbacks(**callbacks: Any) -> None:
+    """Raise InvalidArgumentError unless each is a function that is done when it returns, or None."""
+    for what, value in callbacks.items():
+        if value is not None and not callable(value):
+            raise InvalidArgumentError(f"{what} is {value!r}; must be a function")
+        if inspect.iscoroutinefunction(value):
+            raise InvalidArgumentError(f"{what} is {value!r}; must not be async", hint=_USE_ASYNC)
+
+
 def maybe_await(value: Any) -> Any:
-    """Return what an application's callback returned; here nothing is to be waited for."""
+    """Return what an application's callback returned, when it is done: nobody would run the rest."""
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        raise InvalidArgumentError(
+            f"a callback returned {value!r}; must be done when it returns", hint=_USE_ASYNC
+        )
     return value

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
+from numbers import Real
 from typing import Any, Final, Literal, Protocol
 
 from upr_client.changes.events import RECENT_KEY_BYTES, Change, Rollback
@@ -22,6 +23,7 @@ from upr_protocol.limits import (
     LEASE_SECONDS,
     LEASE_SECONDS_MAX,
     LEASE_SECONDS_MIN,
+    check_at_least,
     check_name,
     choice,
 )
@@ -90,9 +92,10 @@ class Group:
         check_name(self.name, "group")
         if self.member is not None:
             check_name(self.member, "member")
-        if not LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX:
+        lease = self.lease_seconds
+        if not isinstance(lease, Real) or not LEASE_SECONDS_MIN <= lease <= LEASE_SECONDS_MAX:
             raise InvalidArgumentError(
-                f"lease_seconds is {self.lease_seconds}; must be {LEASE_SECONDS_MIN:g} to {LEASE_SECONDS_MAX:g}"
+                f"lease_seconds is {lease!r}; must be {LEASE_SECONDS_MIN:g} to {LEASE_SECONDS_MAX:g}"
             )
 
 
@@ -120,6 +123,11 @@ class Only:
 
     def __post_init__(self) -> None:
         if self.partitions is not None:
+            if not isinstance(self.partitions, Iterable):
+                raise InvalidArgumentError(
+                    f"partitions is {self.partitions!r}; must be several, or None for all",
+                    hint="one is [7]",
+                )
             chosen = tuple(check_partition(partition) for partition in self.partitions)
             if not chosen:
                 raise InvalidArgumentError(
@@ -172,9 +180,8 @@ class Tuning:
             ("recent_key_bytes", 0),
         ):
             value = getattr(self, name)
-            # Written so that NaN fails it too.
-            if value is not None and not value >= least:
-                raise InvalidArgumentError(f"{name} is {value}; must be {least} or more")
+            if value is not None:
+                check_at_least(value, least, name)
 
 
 class Pinned(Protocol):
@@ -427,3 +434,11 @@ class HandlingOptions:
             raise InvalidArgumentError(f'order is {self.order!r}; must be "partition" or "key"')
         if self.retries < 0:
             raise InvalidArgumentError(f"retries is {self.retries}; must be 0 or more")
+
+    def check_rollbacks(self, policy: Policy) -> None:
+        """Raise InvalidArgumentError if rollbacks are events, and nobody takes them."""
+        if policy in ("event", "restart") and self.on_rollback_event is None:
+            raise InvalidArgumentError(
+                f"on_rollback_event is None; with on_rollback={policy!r} it must be a function",
+                hint="a rollback that nobody undoes leaves what never happened: pass run(on_rollback_event=...)",
+            )

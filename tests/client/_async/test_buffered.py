@@ -377,7 +377,7 @@ async def test_options_out_of_range() -> None:
             ({"max_outstanding_bytes": 0}, "must be 1 or more"),
             ({"linger_seconds": -1.0}, "linger_seconds is -1.0"),
             ({"linger_seconds": float("nan")}, "linger_seconds is nan"),
-            ({"on_results": 7}, "on_results is not callable"),
+            ({"on_results": 7}, "on_results is 7; must be a function"),
         ):
             with pytest.raises(InvalidArgumentError, match=words):
                 bucket.writer(**options)

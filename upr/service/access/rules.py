@@ -182,7 +182,7 @@ class Permit:
             raise self._refused(
                 "destroys something, and this server has no identities",
                 "give --data DIR instead of --target, on the server's machine as the owner of its data"
-                " directory; or start the server with --open-admin",
+                " directory, or in the SDK Client('unix:DIR/admin.sock'); or start the server with --open-admin",
             )
         if rule.is_open:
             name = getattr(request, rule.bucket)
