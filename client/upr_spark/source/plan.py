@@ -553,10 +553,11 @@ class Planner:
         if cut is not None and self._is_outdated(start, cut, answers):
             self._drop(cut, start)
             cut = None
-        if cut is not None and not _all_reached(start, cut):
-            return cut
-        if cut is not None and self._available_now:
-            return None
+        if cut is not None:
+            if not all(has_reached(entry, cut.pins[p]) for p, entry in start.entries.items()):
+                return cut
+            if self._available_now:
+                return None
         self._cut = self._make_cut()
         return self._cut
 
@@ -597,10 +598,6 @@ class Planner:
         if left > 0:
             self._server.pause(left)
         self._asked = self._server.now()
-
-
-def _all_reached(start: Offset, cut: CutPoint) -> bool:
-    return all(has_reached(entry, cut.pins[p]) for p, entry in start.entries.items())
 
 
 _BATCH_ATTEMPTS: Final = 5
