@@ -186,25 +186,15 @@ def _with_login(function: _F, *more: Callable[[Any], Any], current: bool) -> _F:
         target = given.pop("target")
         if has_target:
             options["target"] = target
-        _keep_login(**given, token=token)
+        from upr_client.endpoints import Login
+
+        files = (given["tls_ca"], given["tls_cert"], given["tls_key"])
+        login = Login.of(bool(given["tls"]), *files, given["token_file"] or token or None)
+        click.get_current_context().meta[_LOGIN] = login
         return function(*arguments, **options)
 
     added = (*more, _CONTEXT_OPTION, *_LOGIN_OPTIONS)
     return cast("_F", functools.reduce(lambda f, add: add(f), reversed(added), command))
-
-
-def _keep_login(
-    tls: bool,
-    tls_ca: Path | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    token_file: Path | None,
-    token: str | None,
-) -> None:
-    from upr_client.endpoints import Login
-
-    found = Login.of(bool(tls), tls_ca, tls_cert, tls_key, token_file or token or None)
-    click.get_current_context().meta[_LOGIN] = found
 
 
 def login_options(function: _F) -> _F:
