@@ -219,15 +219,14 @@ def progress_option(function: _F) -> _F:
 
 
 class Far:
-    """How far a command is, and about how long it still takes; the clock's seconds are monotonic."""
+    """How far a command is, and about how long it still takes."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         context = click.get_current_context(silent=True)
         self._form = context.meta.get(_PROGRESS, "text") if context else "text"
         self._lines = Progress()
-        self._clock = clock
         self._began: tuple[str, int, float] | None = None
-        self._told = clock()
+        self._told = time.monotonic()
 
     def show(self, what: str, done: int, total: int, words: str = "", **more: int) -> None:
         """Say how far it is.
@@ -239,7 +238,7 @@ class Far:
         """
         if self._form == "none":
             return
-        now = self._clock()
+        now = time.monotonic()
         if self._began is None or self._began[0] != what:
             # What was done before it began says nothing of how fast it is.
             self._began = what, done, now
