@@ -385,7 +385,6 @@ class Call:
         on_message: Callable[[Any], None],
         on_end: Callable[[UprError | None], None],
     ) -> None:
-        self._method = method
         self._on_message = on_message
         self._on_end = on_end
         self._requests: RequestQueue[Any] = RequestQueue()
@@ -454,6 +453,9 @@ class Follow:
         self._state = CallState(request, now())
         self._call = Call(method, "upr-follow", self._on_message, self._on_end)
         self._call.send(stream_pb2.FollowRequest(open=request))
+        self.send = self._call.send
+        self.finish = self._call.finish
+        self.cancel = self._call.cancel
 
     def _on_message(self, message: stream_pb2.FollowResponse) -> None:
         arrived = self._state.arrived(message, now())
@@ -495,9 +497,6 @@ class Follow:
         if isinstance(message, UprError):
             raise message
         return message
-
-    def send(self, request: stream_pb2.FollowRequest) -> None:
-        self._call.send(request)
 
     async def next(self, seconds: float | None) -> stream_pb2.FollowResponse | None:
         """Return the next message, None when none came in ``seconds``, or after ``wake``.
@@ -545,9 +544,3 @@ class Follow:
     def highs(self) -> npt.NDArray[np.uint64]:
         """As ``CallState.highs``."""
         return self._state.highs
-
-    async def finish(self, seconds: float) -> None:
-        await self._call.finish(seconds)
-
-    async def cancel(self) -> None:
-        await self._call.cancel()
