@@ -339,7 +339,6 @@ async def demonstrate(folder: Path) -> bool:
 
 
 def main() -> int:
-    """Run the demo."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     if shutil.which("etcd") is None:
         print(

@@ -113,7 +113,6 @@ async def demonstrate(folder: Path) -> bool:
 
 
 def main() -> int:
-    """Run the demo."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     return tell(demonstrate)
 

@@ -84,7 +84,6 @@ class Receiver:
             time.sleep(pause)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _post(self, body: bytes) -> int:

@@ -61,7 +61,6 @@ class Table:
             raise CaptureError(f"table {name} has no primary key")
 
     def key(self, texts: list[str | None]) -> bytes:
-        """Return the key of a row."""
         parts = [t for t, (_, _, of_key) in zip(texts, self.columns, strict=True) if of_key]
         return f"{self.name}/{json.dumps(parts, ensure_ascii=False)}".encode()
 

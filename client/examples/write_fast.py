@@ -42,7 +42,6 @@ class Counter:
 
 
 def write(options: argparse.Namespace, stopping: threading.Event) -> None:
-    """Write the rows."""
     value = b"x" * options.value_bytes
     with Client(options.target, retry_seconds=options.retry_seconds) as client:
         bucket = client.bucket(options.bucket)

@@ -617,7 +617,6 @@ def _bucket_rows(
 
 
 def _further_of(changes: ChangeBatch, rows: int) -> Any:
-    """Return the column further of changes."""
     if not any(block.further for block in changes.blocks):
         return pa.nulls(rows, pa.binary())
     cells = chain.from_iterable(map(block_cells, changes.blocks))

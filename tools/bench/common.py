@@ -88,7 +88,6 @@ class Figure:
     note: str = ""
 
     def line(self) -> str:
-        """Return it for people."""
         target = "" if self.target is None else f"{self.target:,.5g}"
         share = "" if self.share_of_bare is None else f"{self.share_of_bare:.0%}"
         value = f"{self.value:,.0f}" if self.value >= 1000 else f"{self.value:.2f}"

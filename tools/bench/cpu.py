@@ -283,7 +283,6 @@ def compare(
 
 
 def main() -> int:
-    """Run what was chosen."""
     reader = argparse.ArgumentParser(prog="tools/dev.py bench cpu", description=__doc__)
     reader.add_argument("--against", default="HEAD~1", help="a commit (default: the one before)")
     reader.add_argument("--http", action="store_true", help="scraped, against not; this tree alone")

@@ -267,7 +267,6 @@ def measure(attack: str, seconds: float) -> Outcome:
 
 
 def main() -> int:
-    """Run what was chosen."""
     reader = argparse.ArgumentParser(prog="tools/dev.py bench hostile", description=__doc__)
     reader.add_argument("--only", action="append", choices=list(ATTACKS), help="of the attacks")
     reader.add_argument("--seconds", type=float, default=10.0, help="of each attack (default: 10)")

@@ -173,7 +173,6 @@ def measure_reading(rows: list[Row]) -> Iterator[Figure]:
 
 
 def main() -> int:
-    """Run what was chosen."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     parser.add_argument(

@@ -34,7 +34,6 @@ class Used:
     server: float
 
     def since(self, before: "Used") -> "Used":
-        """Return what was used in between."""
         return Used(self.jvm - before.jvm, self.python - before.python, self.server - before.server)
 
 

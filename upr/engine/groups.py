@@ -116,7 +116,6 @@ class Group:
         return any(member.seat is not None for member in self._members.values())
 
     def owner_names(self) -> dict[int, str]:
-        """Return the owner of each partition that has one."""
         names = {member.slot: member.name for member in self._members.values()}
         owned = np.flatnonzero(self._owner != NOBODY)
         slots = self._owner[owned].tolist()

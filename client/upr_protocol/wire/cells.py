@@ -42,7 +42,6 @@ def block_cells(block: Block) -> list[Cells]:
 
 
 def columns_of(rows: Sequence[Cells]) -> Further:
-    """Return the cells of rows as columns."""
     columns = []
     for id_ in sorted({id_ for cells in rows for id_ in cells}):
         cells = [row.get(id_, b"") for row in rows]

@@ -77,7 +77,6 @@ class Timer:
 
 @asynccontextmanager
 async def connected(name: str, address: str) -> AsyncIterator[Store]:
-    """Connect to a store."""
     store = KINDS[name].store(address)
     await store.open()
     try:
