@@ -57,6 +57,7 @@ class Keeper:
         self._catalog = catalog
         self._registry = registry
         self._place = place
+        self.name = place.name
         self._address = address
         self._found: Found | None = None
         self._map: Map | None = None
@@ -68,10 +69,6 @@ class Keeper:
         self._told: dict[str, Exception | None] = {}
         # A server that is the first of its set, or was killed while it became that.
         self._is_first = not catalog.hosts and not catalog.damaged
-
-    @property
-    def name(self) -> str:
-        return self._place.name
 
     @property
     def silent_seconds(self) -> float:

@@ -78,11 +78,8 @@ class EncryptedStorage:
     def __init__(self, storage: Storage, key: bytes) -> None:
         self._storage = storage
         self._key = key
-
-    @property
-    def location(self) -> str:
-        """That of the storage below; whoever opens it needs the key as well."""
-        return self._storage.location
+        self.location = storage.location
+        """Whoever opens it needs the key as well."""
 
     def read(self, name: str) -> bytes:
         data = self._storage.read(name)

@@ -252,14 +252,10 @@ class ObjectStorage:
     """
 
     def __init__(self, location: str, open_store: "Callable[[float], ObjectStore]") -> None:
-        self._location = location
+        self.location = location
         self._open_store = open_store
         self._store: ObjectStore | None = None
         self._answered = False
-
-    @property
-    def location(self) -> str:
-        return self._location
 
     def read(self, name: str) -> bytes:
         return self._ask(name, lambda store: _whole(store, name))
@@ -301,7 +297,7 @@ class ObjectStorage:
         """Begin a new object; it is there only when it is finished."""
         with suppress(FileNotFoundError):
             self.size(name)
-            where = f"{self._location}/{name}"
+            where = f"{self.location}/{name}"
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), where)
         return ObjectSink(self, name)
 
@@ -334,13 +330,13 @@ class ObjectStorage:
         """Return what the store answers; from its first answer on, it is tried for longer."""
         if self._store is None:
             _obstore()
-            with one_line(self._location, None):
+            with one_line(self.location, None):
                 self._store = self._open_store(_FIRST_SECONDS)
-        with one_line(self._location, name):
+        with one_line(self.location, name):
             store = self._store
             answer = interruptible(lambda: request(store))
         if not self._answered:
-            with one_line(self._location, None):
+            with one_line(self.location, None):
                 self._store = self._open_store(_RETRY_SECONDS)
             self._answered = True
         return answer

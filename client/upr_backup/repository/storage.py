@@ -150,11 +150,8 @@ class LocalStorage:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._root = str(root).rstrip("/")
-
-    @property
-    def location(self) -> str:
-        return str(self.root)
+        self.location = str(root)
+        self._root = self.location.rstrip("/")
 
     def read(self, name: str) -> bytes:
         with self._plain(name) as file:
