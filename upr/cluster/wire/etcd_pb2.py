@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0f\x65tcd/etcd.proto\x12\x0c\x65tcdserverpb\"\"\n\x0eResponseHeader\x12\x10\n\x08revision\x18\x03 \x01(\x03\"<\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x14\n\x0cmod_revision\x18\x03 \x01(\x03\x12\r\n\x05value\x18\x05 \x01(\x0c\"=\n\x0cRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\r\n\x05limit\x18\x03 \x01(\x03\"p\n\rRangeResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.etcdserverpb.ResponseHeader\x12#\n\x03kvs\x18\x02 \x03(\x0b\x32\x16.etcdserverpb.KeyValue\x12\x0c\n\x04more\x18\x03 \x01(\x08\"7\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05lease\x18\x03 \x01(\x03\"G\n\tRequestOp\x12/\n\x0brequest_put\x18\x02 \x01(\x0b\x32\x18.etcdserverpb.PutRequestH\x00\x42\t\n\x07request\"^\n\x07\x43ompare\x12\x0e\n\x06result\x18\x01 \x01(\x05\x12\x0e\n\x06target\x18\x02 \x01(\x05\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x16\n\x0cmod_revision\x18\x06 \x01(\x03H\x00\x42\x0e\n\x0ctarget_union\"^\n\nTxnRequest\x12&\n\x07\x63ompare\x18\x01 \x03(\x0b\x32\x15.etcdserverpb.Compare\x12(\n\x07success\x18\x02 \x03(\x0b\x32\x17.etcdserverpb.RequestOp\"N\n\x0bTxnResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.etcdserverpb.ResponseHeader\x12\x11\n\tsucceeded\x18\x02 \x01(\x08\",\n\x11LeaseGrantRequest\x12\x0b\n\x03ttl\x18\x01 \x01(\x03\x12\n\n\x02id\x18\x02 \x01(\x03\"[\n\x12LeaseGrantResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.etcdserverpb.ResponseHeader\x12\n\n\x02id\x18\x02 \x01(\x03\x12\x0b\n\x03ttl\x18\x03 \x01(\x03\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02id\x18\x01 \x01(\x03\"_\n\x16LeaseKeepAliveResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.etcdserverpb.ResponseHeader\x12\n\n\x02id\x18\x02 \x01(\x03\x12\x0b\n\x03ttl\x18\x03 \x01(\x03\"L\n\x12WatchCreateRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\x16\n\x0estart_revision\x18\x03 \x01(\x03\"[\n\x0cWatchRequest\x12:\n\x0e\x63reate_request\x18\x01 \x01(\x0b\x32 .etcdserverpb.WatchCreateRequestH\x00\x42\x0f\n\rrequest_union\"\x07\n\x05\x45vent\"\x85\x01\n\rWatchResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.etcdserverpb.ResponseHeader\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x10\n\x08\x63\x61nceled\x18\x04 \x01(\x08\x12#\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x13.etcdserverpb.Event\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"S\n\x14\x41uthenticateResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.etcdserverpb.ResponseHeader\x12\r\n\x05token\x18\x02 \x01(\t2\x82\x01\n\x02KV\x12@\n\x05Range\x12\x1a.etcdserverpb.RangeRequest\x1a\x1b.etcdserverpb.RangeResponse\x12:\n\x03Txn\x12\x18.etcdserverpb.TxnRequest\x1a\x19.etcdserverpb.TxnResponse2\xb9\x01\n\x05Lease\x12O\n\nLeaseGrant\x12\x1f.etcdserverpb.LeaseGrantRequest\x1a .etcdserverpb.LeaseGrantResponse\x12_\n\x0eLeaseKeepAlive\x12#.etcdserverpb.LeaseKeepAliveRequest\x1a$.etcdserverpb.LeaseKeepAliveResponse(\x01\x30\x01\x32M\n\x05Watch\x12\x44\n\x05Watch\x12\x1a.etcdserverpb.WatchRequest\x1a\x1b.etcdserverpb.WatchResponse(\x01\x30\x01\x32]\n\x04\x41uth\x12U\n\x0c\x41uthenticate\x12!.etcdserverpb.AuthenticateRequest\x1a\".etcdserverpb.AuthenticateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0f\x65tcd/etcd.proto\x12\x0c\x65tcdserverpb\"\"\n\x0eResponseHeader\x12\x10\n\x08revision\x18\x03 \x01(\x03\"<\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x14\n\x0cmod_revision\x18\x03 \x01(\x03\x12\r\n\x05value\x18\x05 \x01(\x0c\"=\n\x0cRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\r\n\x05limit\x18\x03 \x01(\x03\"p\n\rRangeResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.etcdserverpb.ResponseHeader\x12#\n\x03kvs\x18\x02 \x03(\x0b\x32\x16.etcdserverpb.KeyValue\x12\x0c\n\x04more\x18\x03 \x01(\x08\"7\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05lease\x18\x03 \x01(\x03\"G\n\tRequestOp\x12/\n\x0brequest_put\x18\x02 \x01(\x0b\x32\x18.etcdserverpb.PutRequestH\x00\x42\t\n\x07request\"^\n\x07\x43ompare\x12\x0e\n\x06result\x18\x01 \x01(\x05\x12\x0e\n\x06target\x18\x02 \x01(\x05\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x16\n\x0cmod_revision\x18\x06 \x01(\x03H\x00\x42\x0e\n\x0ctarget_union\"^\n\nTxnRequest\x12&\n\x07\x63ompare\x18\x01 \x03(\x0b\x32\x15.etcdserverpb.Compare\x12(\n\x07success\x18\x02 \x03(\x0b\x32\x17.etcdserverpb.RequestOp\" \n\x0bTxnResponse\x12\x11\n\tsucceeded\x18\x02 \x01(\x08\" \n\x11LeaseGrantRequest\x12\x0b\n\x03ttl\x18\x01 \x01(\x03\" \n\x12LeaseGrantResponse\x12\n\n\x02id\x18\x02 \x01(\x03\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02id\x18\x01 \x01(\x03\"%\n\x16LeaseKeepAliveResponse\x12\x0b\n\x03ttl\x18\x03 \x01(\x03\"L\n\x12WatchCreateRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\x16\n\x0estart_revision\x18\x03 \x01(\x03\"[\n\x0cWatchRequest\x12:\n\x0e\x63reate_request\x18\x01 \x01(\x0b\x32 .etcdserverpb.WatchCreateRequestH\x00\x42\x0f\n\rrequest_union\"\x07\n\x05\x45vent\"F\n\rWatchResponse\x12\x10\n\x08\x63\x61nceled\x18\x04 \x01(\x08\x12#\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x13.etcdserverpb.Event\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"%\n\x14\x41uthenticateResponse\x12\r\n\x05token\x18\x02 \x01(\t2\x82\x01\n\x02KV\x12@\n\x05Range\x12\x1a.etcdserverpb.RangeRequest\x1a\x1b.etcdserverpb.RangeResponse\x12:\n\x03Txn\x12\x18.etcdserverpb.TxnRequest\x1a\x19.etcdserverpb.TxnResponse2\xb9\x01\n\x05Lease\x12O\n\nLeaseGrant\x12\x1f.etcdserverpb.LeaseGrantRequest\x1a .etcdserverpb.LeaseGrantResponse\x12_\n\x0eLeaseKeepAlive\x12#.etcdserverpb.LeaseKeepAliveRequest\x1a$.etcdserverpb.LeaseKeepAliveResponse(\x01\x30\x01\x32M\n\x05Watch\x12\x44\n\x05Watch\x12\x1a.etcdserverpb.WatchRequest\x1a\x1b.etcdserverpb.WatchResponse(\x01\x30\x01\x32]\n\x04\x41uth\x12U\n\x0c\x41uthenticate\x12!.etcdserverpb.AuthenticateRequest\x1a\".etcdserverpb.AuthenticateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,33 +48,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TXNREQUEST']._serialized_start=534
   _globals['_TXNREQUEST']._serialized_end=628
   _globals['_TXNRESPONSE']._serialized_start=630
-  _globals['_TXNRESPONSE']._serialized_end=708
-  _globals['_LEASEGRANTREQUEST']._serialized_start=710
-  _globals['_LEASEGRANTREQUEST']._serialized_end=754
-  _globals['_LEASEGRANTRESPONSE']._serialized_start=756
-  _globals['_LEASEGRANTRESPONSE']._serialized_end=847
-  _globals['_LEASEKEEPALIVEREQUEST']._serialized_start=849
-  _globals['_LEASEKEEPALIVEREQUEST']._serialized_end=884
-  _globals['_LEASEKEEPALIVERESPONSE']._serialized_start=886
-  _globals['_LEASEKEEPALIVERESPONSE']._serialized_end=981
-  _globals['_WATCHCREATEREQUEST']._serialized_start=983
-  _globals['_WATCHCREATEREQUEST']._serialized_end=1059
-  _globals['_WATCHREQUEST']._serialized_start=1061
-  _globals['_WATCHREQUEST']._serialized_end=1152
-  _globals['_EVENT']._serialized_start=1154
-  _globals['_EVENT']._serialized_end=1161
-  _globals['_WATCHRESPONSE']._serialized_start=1164
-  _globals['_WATCHRESPONSE']._serialized_end=1297
-  _globals['_AUTHENTICATEREQUEST']._serialized_start=1299
-  _globals['_AUTHENTICATEREQUEST']._serialized_end=1352
-  _globals['_AUTHENTICATERESPONSE']._serialized_start=1354
-  _globals['_AUTHENTICATERESPONSE']._serialized_end=1437
-  _globals['_KV']._serialized_start=1440
-  _globals['_KV']._serialized_end=1570
-  _globals['_LEASE']._serialized_start=1573
-  _globals['_LEASE']._serialized_end=1758
-  _globals['_WATCH']._serialized_start=1760
-  _globals['_WATCH']._serialized_end=1837
-  _globals['_AUTH']._serialized_start=1839
-  _globals['_AUTH']._serialized_end=1932
+  _globals['_TXNRESPONSE']._serialized_end=662
+  _globals['_LEASEGRANTREQUEST']._serialized_start=664
+  _globals['_LEASEGRANTREQUEST']._serialized_end=696
+  _globals['_LEASEGRANTRESPONSE']._serialized_start=698
+  _globals['_LEASEGRANTRESPONSE']._serialized_end=730
+  _globals['_LEASEKEEPALIVEREQUEST']._serialized_start=732
+  _globals['_LEASEKEEPALIVEREQUEST']._serialized_end=767
+  _globals['_LEASEKEEPALIVERESPONSE']._serialized_start=769
+  _globals['_LEASEKEEPALIVERESPONSE']._serialized_end=806
+  _globals['_WATCHCREATEREQUEST']._serialized_start=808
+  _globals['_WATCHCREATEREQUEST']._serialized_end=884
+  _globals['_WATCHREQUEST']._serialized_start=886
+  _globals['_WATCHREQUEST']._serialized_end=977
+  _globals['_EVENT']._serialized_start=979
+  _globals['_EVENT']._serialized_end=986
+  _globals['_WATCHRESPONSE']._serialized_start=988
+  _globals['_WATCHRESPONSE']._serialized_end=1058
+  _globals['_AUTHENTICATEREQUEST']._serialized_start=1060
+  _globals['_AUTHENTICATEREQUEST']._serialized_end=1113
+  _globals['_AUTHENTICATERESPONSE']._serialized_start=1115
+  _globals['_AUTHENTICATERESPONSE']._serialized_end=1152
+  _globals['_KV']._serialized_start=1155
+  _globals['_KV']._serialized_end=1285
+  _globals['_LEASE']._serialized_start=1288
+  _globals['_LEASE']._serialized_end=1473
+  _globals['_WATCH']._serialized_start=1475
+  _globals['_WATCH']._serialized_end=1552
+  _globals['_AUTH']._serialized_start=1554
+  _globals['_AUTH']._serialized_end=1647
 # @@protoc_insertion_point(module_scope)

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ResponseHeader(_message.Message):
-    """What every answer begins with."""
+    """What an answer begins with."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -264,23 +264,17 @@ class TxnResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: _builtins.int
     SUCCEEDED_FIELD_NUMBER: _builtins.int
     succeeded: _builtins.bool
     """Whether it was made."""
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader:
-        """As of which revision; that of the change, if it was made."""
-
     def __init__(
         self,
         *,
-        header: Global___ResponseHeader | None = ...,
         succeeded: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "succeeded", b"succeeded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["succeeded", b"succeeded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,20 +287,16 @@ class LeaseGrantRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TTL_FIELD_NUMBER: _builtins.int
-    ID_FIELD_NUMBER: _builtins.int
     ttl: _builtins.int
     """Seconds without being kept alive after which it ends."""
-    id: _builtins.int
-    """Its id; 0 has etcd choose."""
     def __init__(
         self,
         *,
         ttl: _builtins.int = ...,
-        id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -318,27 +308,17 @@ class LeaseGrantResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
-    TTL_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Its id."""
-    ttl: _builtins.int
-    """Seconds that it has; etcd may give more than was asked for."""
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader:
-        """As of which revision."""
-
     def __init__(
         self,
         *,
-        header: Global___ResponseHeader | None = ...,
         id: _builtins.int = ...,
-        ttl: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "id", b"id", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -372,27 +352,17 @@ class LeaseKeepAliveResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: _builtins.int
-    ID_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
-    id: _builtins.int
-    """Its id."""
     ttl: _builtins.int
     """Seconds that it has; 0 if it had ended."""
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader:
-        """As of which revision."""
-
     def __init__(
         self,
         *,
-        header: Global___ResponseHeader | None = ...,
-        id: _builtins.int = ...,
         ttl: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "id", b"id", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -477,18 +447,10 @@ class WatchResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: _builtins.int
-    CREATED_FIELD_NUMBER: _builtins.int
     CANCELED_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
-    created: _builtins.bool
-    """Whether it answers the beginning."""
     canceled: _builtins.bool
     """Whether it has ended."""
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader:
-        """As of which revision."""
-
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
         """Changes."""
@@ -496,14 +458,12 @@ class WatchResponse(_message.Message):
     def __init__(
         self,
         *,
-        header: Global___ResponseHeader | None = ...,
-        created: _builtins.bool = ...,
         canceled: _builtins.bool = ...,
         events: _abc.Iterable[Global___Event] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["canceled", b"canceled", "created", b"created", "events", b"events", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["canceled", b"canceled", "events", b"events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,23 +501,17 @@ class AuthenticateResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """What is shown with each call, as the metadata "token"."""
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader:
-        """As of which revision."""
-
     def __init__(
         self,
         *,
-        header: Global___ResponseHeader | None = ...,
         token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
