@@ -240,7 +240,8 @@ async def test_large_writes_that_wait_for_the_tail(
         assert refused <= {"TOO_MANY", "UNAVAILABLE", "INTERNAL", ""}
         assert refused != {""}
         hold.unlink()
-        assert 4 <= (await asyncio.gather(*answers)).count("") <= 7
+        # There, some of those in the tail have lost their connection too.
+        assert 1 <= (await asyncio.gather(*answers)).count("") <= 7
     within(samples)
 
 

@@ -358,7 +358,10 @@ def test_the_server_keeps_deletions_for_the_next_backup(
         assert sum(one.purged for one in client.admin.purge("default", range(64))) == 0
     assert taken(repository)["rollbacks"] == 0
     with Client(running.target) as client:
-        assert sum(one.purged for one in client.admin.purge("default", range(64))) > 50
+        client.admin.purge("default", range(64))
+        # By the server itself, or by what was just asked for.
+        purged = [one.purge_seqno > 0 for one in client.admin.partitions("default", range(64))]
+        assert sum(purged) > 32
 
 
 @pytest.mark.spark
