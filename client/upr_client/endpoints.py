@@ -38,8 +38,9 @@ _REFUSED: Final = frozenset({PartitionNotActiveError.default_reason, BehindError
 READ_FROM: Final = {"active": False, "any": True}
 """Words of ``read_from``, and whether any server may be read from then."""
 _PORT_MAX: Final = 65535
-_SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
-"""Those that gRPC knows."""
+_SOCKETS: Final = ("unix:", "unix-abstract:")
+_SCHEMES: Final = ("dns:", "ipv4:", "ipv6:")
+"""Beginnings that gRPC knows, of Unix sockets and of addresses."""
 _SERVER_NAME: Final = re.compile(
     r"(?!(?i:unix|unix-abstract|vsock|dns|ipv4|ipv6|xds|google-c2p):)(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})"
 )
@@ -68,14 +69,14 @@ def endpoints_of(target: str | Sequence[str]) -> tuple[str, ...]:
     for part in parts:
         endpoint = part.strip() if isinstance(part, str) else ""
         host, colon, port = endpoint.rpartition(":")
-        named = endpoint.startswith(("unix:", "unix-abstract:"))
+        named = endpoint.startswith(_SOCKETS)
         numbered = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= _PORT_MAX
         if not named and not (host and colon and numbered):
             raise InvalidArgumentError(
                 f"endpoint is {part!r}; must be HOST:PORT with a port of 1 to {_PORT_MAX}",
                 hint="give several with commas in between, or as a list",
             )
-        if "://" in endpoint and not endpoint.startswith(_SCHEMES):
+        if "://" in endpoint and not endpoint.startswith((*_SOCKETS, *_SCHEMES)):
             raise InvalidArgumentError(
                 f"endpoint is {part!r}; must be HOST:PORT, without a scheme",
                 hint=f"give {endpoint.partition('://')[2]!r}; whether it is encrypted is said by tls",
@@ -96,10 +97,10 @@ def is_server_name(text: str) -> bool:
 
 def is_local(endpoint: str) -> bool:
     """Return whether an endpoint is on this machine: a loopback address or a Unix socket."""
-    if endpoint.startswith(("unix:", "unix-abstract:")):
+    if endpoint.startswith(_SOCKETS):
         return True
     host = endpoint.rpartition(":")[0].rpartition("/")[2]
-    for scheme in ("dns:", "ipv4:", "ipv6:"):
+    for scheme in _SCHEMES:
         host = host.removeprefix(scheme)
     host = host.strip("[]")
     if host == "localhost":

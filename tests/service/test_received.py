@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
@@ -240,8 +241,10 @@ async def test_large_writes_that_wait_for_the_tail(
         assert refused <= {"TOO_MANY", "UNAVAILABLE", "INTERNAL", ""}
         assert refused != {""}
         hold.unlink()
+        told = Counter(await asyncio.gather(*answers))
+        assert told[""] <= 7
         # There, some of those in the tail have lost their connection too.
-        assert 1 <= (await asyncio.gather(*answers)).count("") <= 7
+        assert told[""] + told["UNAVAILABLE"] + told["INTERNAL"] >= 4
     within(samples)
 
 
