@@ -352,6 +352,37 @@ def test_nothing_is_durable_in_a_segment_that_was_deleted(tmp_path: Path) -> Non
     journal.close()
 
 
+def test_a_segment_is_asked_whether_it_is_there_only_where_its_folder_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    asked = 0
+    fstat = os.fstat
+
+    def counted(fd: int) -> os.stat_result:
+        nonlocal asked
+        asked += 1
+        return fstat(fd)
+
+    monkeypatch.setattr(os, "fstat", counted)
+    for number in range(1, 4):
+        journal.append(commit(number))
+    assert asked == 1
+    (tmp_path / "j" / "other").touch()
+    journal.append(commit(4))
+    journal.append(commit(5))
+    assert asked == 2
+    (tmp_path / "j").rename(tmp_path / "moved")
+    journal.append(commit(6))
+    assert asked == 3
+    for segment in (tmp_path / "moved").glob("*.journal"):
+        segment.unlink()
+    with pytest.raises(StorageFailedError, match="deleted"):
+        journal.append(commit(7))
+    journal.close()
+
+
 def test_unknown_failpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="unknown failpoint 'nowhere'"):
         arm(monkeypatch, "nowhere=kill")
