@@ -119,6 +119,11 @@ def arm(specification: str) -> None:
         _armed[name] = _action(name, spec)
 
 
+def is_armed(name: str) -> bool:
+    """Return whether a test wants something at a place, for those that take time to come by."""
+    return name in _armed
+
+
 def hit(name: str) -> None:
     """Do what is armed at this place; nothing when nothing is."""
     if _armed:

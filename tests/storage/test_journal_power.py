@@ -141,7 +141,7 @@ def test_what_was_taken_back_does_not_come_back_before_newer_records(
         monkeypatch.setattr(journal_module, "os", life.disk)
         life.start()
         life.append()
-        life.disk.faults = [Fault(("write",), 2, errno.ENOSPC)]
+        life.disk.faults = [Fault(("write",), 1, errno.ENOSPC)]
         life.append()
         assert (life.acknowledged, life.stopped) == (1, False)
         # A new segment is begun, and the old one cannot be removed.

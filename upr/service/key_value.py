@@ -708,13 +708,11 @@ class _WriteCall:
         written, bucket = pending.written, self._host.bucket
         if written is None:
             return True
-        if not self._host.may_answer:
+        if pending.copies != _MEMORY and written.entry >= bucket.tail.durable:
             return False
-        if pending.copies == _MEMORY:
-            return True
-        if written.entry >= bucket.tail.durable:
-            return False
-        return not pending.copies or bucket.is_stable(written, pending.copies)
+        return self._host.may_answer and (
+            pending.copies <= 0 or bucket.is_stable(written, pending.copies)
+        )
 
     async def _until_durable(self, pending: _Pending, written: Written) -> None:
         left = max(pending.deadline - asyncio.get_running_loop().time(), 0)

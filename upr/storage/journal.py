@@ -64,8 +64,7 @@ class NumberedWrite(NamedTuple):
     runs: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class JournalEntry:
+class JournalEntry(NamedTuple):
     """Journal entry: the bytes of a numbered block, and the producers' writes in it.
 
     One write without runs of its own is the whole block.
@@ -75,8 +74,7 @@ class JournalEntry:
     writes: Sequence[NumberedWrite] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """Contents of one record. Commit numbers rise by one from record to record."""
 
     number: int
@@ -483,10 +481,11 @@ class Journal:
                 os.ftruncate(fd, self._size)
 
     def _write(self, fd: int, data: bytes) -> None:
-        view, half = memoryview(data), len(data) // 2
-        _write_whole(fd, view[:half], self._size)
-        failpoints.hit("journal.half_append")
-        _write_whole(fd, view[half:], self._size + half)
+        half = len(data) // 2 if failpoints.is_armed("journal.half_append") else 0
+        if half:
+            _write_whole(fd, data[:half], self._size)
+            failpoints.hit("journal.half_append")
+        _write_whole(fd, data[half:], self._size + half)
 
     def _take_back(self, fd: int) -> None:
         try:
