@@ -28,7 +28,6 @@ CALLS = (
     "open",
     "create",
     "write",
-    "fallocate",
     "fsync",
     "ftruncate",
     "unlink",
@@ -85,10 +84,6 @@ class SimulatedFile:
         if data:
             last = (at + len(data) - 1) // self._sector
             self._dirty.update(range(at // self._sector, last + 1))
-
-    def extend(self, size: int) -> None:
-        """Have zeros up to a size: as a size without bytes, which the medium may have or not until a sync."""
-        self.cache.extend(bytes(max(size - len(self.cache), 0)))
 
     def truncate(self, size: int) -> None:
         """Cut the cache off."""
@@ -332,18 +327,6 @@ class SimulatedDisk:
             file.some_written_back(self._rng)
         os.ftruncate(fd, size)
         file.truncate(size)
-
-    def posix_fallocate(self, fd: int, at: int, size: int) -> None:
-        fault = self._due("fallocate")
-        file = self._open[fd]
-        assert file is not None
-        # One that fails keeps what there was, as on ext4.
-        end = at + (size if fault is None else self._rng.randint(1, size))
-        file.extend(end)
-        os.posix_fallocate(fd, at, end - at)
-        if fault is not None:
-            self._fail(fault, "fallocate")
-            raise OSError(fault.error, os.strerror(fault.error))
 
     def unlink(self, path: Path) -> None:
         self._check("unlink")

@@ -10,6 +10,7 @@ from upr import failpoints
 from upr.storage import journal as journal_module
 from upr.storage.journal import (
     ROOM_BYTES,
+    ROOM_RECORD_BYTES,
     Commit,
     Journal,
     JournalEntry,
@@ -128,7 +129,7 @@ def test_room_behind_the_records_is_nothing_torn(tmp_path: Path) -> None:
     left = file.read_bytes()
     journal.close()
     written = file.read_bytes()
-    assert len(left) > len(written) + ROOM_BYTES // 2
+    assert len(left) > len(written) + ROOM_RECORD_BYTES // 2
     assert left.rstrip(b"\0") == written.rstrip(b"\0")
     file.write_bytes(left)
     assert [
@@ -297,7 +298,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert caught.value.errno == errno.ENOSPC
     assert file.stat().st_size == size
     journal.append(commit(2))
-    assert file.stat().st_size >= ROOM_BYTES, "the room was taken back too"
+    assert file.stat().st_size >= size + ROOM_RECORD_BYTES, "the room was taken back too"
     journal.close()
     assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
 
@@ -305,21 +306,38 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_room_that_a_full_disk_has_in_part_is_left_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fallocate = os.posix_fallocate
+    pwrite = os.pwrite
 
-    def in_part(fd: int, at: int, size: int) -> None:
-        fallocate(fd, at, size // 2)
+    def in_part(fd: int, data: memoryview, at: int) -> int:
+        if len(data) < ROOM_RECORD_BYTES // 2:
+            return pwrite(fd, data, at)
+        pwrite(fd, data[: len(data) // 2], at)
         raise OSError(errno.ENOSPC, "")
 
-    monkeypatch.setattr(os, "posix_fallocate", in_part)
     (file,) = filled(tmp_path / "j", 1)
     size = file.stat().st_size
     journal = Journal(tmp_path / "j", VERSION)
     list(journal.replay())
+    monkeypatch.setattr(os, "pwrite", in_part)
     size += journal.append(commit(2))
     assert file.stat().st_size == size
     journal.close()
     assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
+
+
+def test_room_grows_with_the_segment(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    (file,) = (tmp_path / "j").iterdir()
+    written, rooms = file.stat().st_size, set()
+    for number in range(1, 70):
+        written += journal.append(Commit(number, (JournalEntry(b"x" * 60_000),)))
+        size = file.stat().st_size
+        assert size < written + min(max(written, ROOM_RECORD_BYTES), ROOM_BYTES)
+        rooms.add(size)
+    assert 0 <= ROOM_BYTES - (max(rooms) - sorted(rooms)[-2]) < ROOM_RECORD_BYTES
+    assert 4 < len(rooms) < 12
+    journal.close()
 
 
 def test_after_a_failed_fsync_nothing_is_appended(

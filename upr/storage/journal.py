@@ -12,8 +12,8 @@ block length and block. All numbers are little-endian.
 
 Segments of format 1 have no tables of writes. They are read, but nothing is appended to them.
 
-Zeros behind the last record of a segment are room: the file is extended ahead of small records, as a sync takes half as long
-again where it has to record a new end. A restart and a clean close cut them off.
+Zeros behind the last record of a segment are room: they are written ahead of small records, as a sync takes half as long
+again where it has to record a new end, or that blocks are in use now. A restart and a clean close cut them off.
 
 An incomplete record at the end of the newest segment was torn by a crash. It was never acknowledged, and is truncated.
 A broken record with a complete one behind it is damage: the journal is refused, because acknowledged writes behind it
@@ -47,8 +47,9 @@ _TABLE = 0xFFFF
 """In the place of a producer's length, which is at most 200."""
 SEGMENT_BYTES = 16 * 2**20
 ROOM_BYTES = 2**20
+"""Most room that is made at once."""
 ROOM_RECORD_BYTES = 64 * 2**10
-"""Size of a record from which no room is made for it: the time of its sync goes with its bytes."""
+"""Size of a record from which no room is made for it, as the time of its sync goes with its bytes; and the least room."""
 
 
 class NumberedWrite(NamedTuple):
@@ -472,9 +473,11 @@ class Journal:
         return self._folder_time != before
 
     def _make_room(self, fd: int) -> None:
+        # As much as there is already, so that a journal of few small records is written twice at most.
+        room = min(max(self._size, ROOM_RECORD_BYTES), ROOM_BYTES)
         try:
-            os.posix_fallocate(fd, self._size, ROOM_BYTES)
-            self._room_end = self._size + ROOM_BYTES
+            _write_whole(fd, bytes(room), self._size)
+            self._room_end = self._size + room
         except OSError:
             # Records are appended without it. Of a full disk ext4 took all that was left, which others need.
             with contextlib.suppress(OSError):
