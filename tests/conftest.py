@@ -19,7 +19,7 @@ from upr.service.access.rules import ANYONE, PERMIT, RULES, Permit
 StartServer = Callable[..., RunningServer]
 
 # For methods that are called in this process, without a gate.
-PERMIT.set(Permit("", "", RULES["/upr.v1.AdminService/GetStatus"], ANYONE, True))
+PERMIT.set(Permit("", "", RULES["/upr.v1.AdminService/GetStatus"], ANYONE, True, print))
 # How long an example takes says something of the machine, and pytest's own time limit ends one that hangs.
 settings.register_profile("upr", deadline=None)
 settings.load_profile("upr")

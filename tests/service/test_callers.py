@@ -60,16 +60,16 @@ def test_a_peer_cannot_have_all_calls() -> None:
     callers = Callers(Clock())
     with contextlib.ExitStack() as stack:
         for _ in range(MINE):
-            stack.enter_context(callers.open("Follow", "a"))
+            stack.callback(callers.open("Follow", "a"))
         with pytest.raises(TooManyError, match=f"open Follow calls of a are {MINE};"):
-            stack.enter_context(callers.open("Follow", "a"))
+            callers.open("Follow", "a")
         for _ in range(FOLLOW_CALLS_MAX - MINE):
-            stack.enter_context(callers.open("Follow", "b"))
+            stack.callback(callers.open("Follow", "b"))
         with pytest.raises(TooManyError, match=f"open Follow calls are {FOLLOW_CALLS_MAX};"):
-            stack.enter_context(callers.open("Follow", "c"))
-        stack.enter_context(callers.open("Write", "a"))
-        stack.enter_context(callers.open("Hello", "a"))
-        stack.enter_context(callers.open("Get", "a"))
+            callers.open("Follow", "c")
+        stack.callback(callers.open("Write", "a"))
+        stack.callback(callers.open("Hello", "a"))
+        stack.callback(callers.open("Get", "a"))
         assert callers._open["other", ""] == 2
     assert not callers._open
 
@@ -184,9 +184,9 @@ async def test_other_calls_are_counted_too(kind: str) -> None:
     callers = Callers()
     with contextlib.ExitStack() as stack:
         for _ in range(int(OTHER_CALLS_MAX * PEER_CALLS)):
-            stack.enter_context(callers.open(kind, "a"))
+            stack.callback(callers.open(kind, "a"))
         with pytest.raises(TooManyError, match="open other calls of a are"):
-            stack.enter_context(callers.open("Watch", "a"))
+            callers.open("Watch", "a")
 
 
 async def fill(target: str) -> None:

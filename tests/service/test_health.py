@@ -1,6 +1,7 @@
 """Health, beside watchers that do not read."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -8,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.harness import WAIT_SECONDS
+from tests.service.bucket_state import connected
 from upr.service.health import BUCKET, Health
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -64,3 +66,12 @@ async def test_a_health_check_is_of_a_name_and_no_more(target: str) -> None:
             await long.read()
         short = health.Watch(health_pb2.HealthCheckRequest(service=""))
         assert (await short.read()).status == SERVING
+
+
+@pytest.mark.asyncio
+async def test_calls_do_not_pay_for_the_methods_of_health_and_reflection(tmp_path: Path) -> None:
+    """gRPC waits anew for each method that is registered by name, with every call of any method."""
+    async with connected(tmp_path):
+        waiting = [repr(task) for task in asyncio.all_tasks()]
+        assert any("AioServer._request_call" in one for one in waiting)
+        assert not any("AioServer._request_registered_call" in one for one in waiting)

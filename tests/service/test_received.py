@@ -338,6 +338,31 @@ async def test_names_are_looked_at_before_anything_else_and_never_shown_whole(
 
 
 @pytest.mark.asyncio
+async def test_a_message_that_comes_when_its_call_has_ended_is_taken() -> None:
+    """gRPC frees only messages that are taken."""
+    arriving: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    taken: list[bytes] = []
+
+    class Read:
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
+        async def read(self) -> bytes:
+            taken.append(await arriving)
+            return taken[0]
+
+    context: Any = Read()
+    receiving = asyncio.create_task(Intake().receive(context, 10, "a Get"))
+    await asyncio.sleep(0)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    arriving.set_result(b"late")
+    await asyncio.sleep(0)
+    assert taken == [b"late"]
+
+
+@pytest.mark.asyncio
 async def test_a_refusal_on_its_way_keeps_nothing_of_the_request() -> None:
     class Request:
         pass

@@ -9,8 +9,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from functools import wraps
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -39,7 +38,6 @@ from upr.service.overload.callers import Callers, Turns
 from upr.service.overload.gate import Gate
 from upr.service.overload.intake import Intake
 from upr.service.sight import traces, web
-from upr.service.storage_trouble import words_of
 from upr.service.text.port import TextPort
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import ListenError, UprError
@@ -120,22 +118,6 @@ def _encode(message: Any) -> bytes:
     return encoded
 
 
-def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """Turn an unexpected exception into one in plain words: gRPC would send the exception, with its paths."""
-
-    @wraps(method)
-    async def guarded(request: Any, context: Any) -> Any:
-        try:
-            return await method(request, context)
-        except (grpc.aio.BaseError, grpc.RpcError, UprError):
-            raise
-        except Exception as error:
-            log.exception("a call failed", extra={"method": method.__name__})
-            raise UprError(words_of(error), hint="see the server's log") from None
-
-    return guarded
-
-
 def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHandler:
     """Register a service by its descriptor.
 
@@ -145,7 +127,7 @@ def _handlers(descriptor: Any, service: str, methods: Any) -> grpc.GenericRpcHan
     handlers = {}
     for method in found.methods:
         request = GetMessageClass(method.input_type)
-        served = _guarded(getattr(methods, method.name))
+        served = getattr(methods, method.name)
         # Streaming calls receive bytes: they count them, and parse them in their turn.
         handlers[method.name] = (
             grpc.stream_stream_rpc_method_handler(served, None, _encode)
@@ -353,6 +335,8 @@ class Server:
                 for (module, name), methods in self._served
             )
         )
+        # Of methods that are registered by name gRPC would wait for each anew with every call of any method.
+        self._grpc.add_registered_method_handlers = lambda *_: None  # type: ignore[method-assign]
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._grpc)
         reflection.enable_server_reflection(
             [*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], self._grpc

@@ -62,10 +62,10 @@ class Identity:
 
     def may_partly(self, roles: Iterable[str], bucket: str) -> bool:
         """Return whether it has one of the roles for a bucket, or for some keys of it."""
-        return any(
-            role in self.roles and ((buckets := self.roles[role]) is None or bucket in buckets)
-            for role in roles
-        )
+        for role in roles:
+            if role in self.roles and ((buckets := self.roles[role]) is None or bucket in buckets):
+                return True
+        return False
 
     def may_somewhere(self, roles: Collection[str]) -> bool:
         """Return whether it has one of the roles for any bucket, or for some keys of one."""

@@ -6,8 +6,7 @@ is parsed. A call with many requests has it checked with its first one, the Open
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -72,7 +71,7 @@ class Rule:
     scope: Scope = Scope.BUCKET
     bucket: str = "bucket"
     needs: Callable[[Any], frozenset[str]] | None = None
-    destroys: Callable[[Any], bool] = lambda request: False
+    destroys: Callable[[Any], bool] | None = None
     is_open: bool = False
     keys: Callable[[Any], Iterable[bytes] | None] | None = None
 
@@ -148,14 +147,18 @@ RULES: Final[Mapping[str, Rule]] = {
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """Permit of one call; ``_end`` ends the call when its identity, as it is in the file now, may not have it."""
+    """Permit of one call; ``_end`` ends the call when its identity, as it is in the file now, may not have it.
+
+    Attributes:
+        peer: the call's, as gRPC has it.
+    """
 
     _method: str
-    _peer: str
+    peer: str
     _rule: Rule
     identity: Identity
     _may_destroy: bool
-    _end: Callable[[], object] | None = None
+    _end: Callable[[], object]
     ended: bool = False
     _checked: tuple[str, Collection[str]] | None = None
 
@@ -178,7 +181,7 @@ class Permit:
             PermissionDeniedError, UnauthenticatedError: the caller may not ask for this.
         """
         rule = self._rule
-        if rule.destroys(request) and not self._may_destroy:
+        if rule.destroys is not None and not self._may_destroy and rule.destroys(request):
             raise self._refused(
                 "destroys something, and this server has no identities",
                 "give --data DIR instead of --target, on the server's machine as the owner of its data"
@@ -253,7 +256,7 @@ class Permit:
         else:
             words = f"{name} {why}; the caller is {self.identity.name!r}"
             error = PermissionDeniedError(words, hint=hint)
-        _tell(self._method, self._peer, error)
+        _tell(self._method, self.peer, error)
         return error
 
     def renew(self, identities: Identities) -> None:
@@ -268,7 +271,7 @@ class Permit:
             and (checked is None or new.may_partly(checked[1], checked[0]))
         ):
             self.identity = new
-        elif not self.ended and self._end is not None:
+        elif not self.ended:
             self.ended = True
             self._end()
 
@@ -329,12 +332,12 @@ class Access:
     def has_identities(self) -> bool:
         return self.watched is not None or self._certificates
 
-    def admit(self, method: str, context: Any, end: Callable[[], object] | None = None) -> Permit:
-        """Return the permit of a call of which nothing was read.
+    def admit(self, method: str, context: Any, end: Callable[[], object]) -> Permit:
+        """Return the permit of a call of which nothing was read, kept up to date with the file until it is ``left``.
 
         Args:
             method: with its service, as gRPC has it.
-            end: ends the call; for calls that last.
+            end: ends the call.
 
         Raises:
             UnauthenticatedError: it brings no credentials, or unknown ones.
@@ -351,6 +354,7 @@ class Access:
         known = identity is not ANYONE or self._certificates or self._open_admin
         permit = Permit(method, peer, rule, identity, known, end)
         permit.check_beginning()
+        self._long.add(permit)
         return permit
 
     def viewer(self, page: str, peer: str, shown: str, *, everything: bool) -> Identity | None:
@@ -374,14 +378,9 @@ class Access:
             return None
         return caller
 
-    @contextmanager
-    def lasting(self, permit: Permit) -> Iterator[None]:
-        """Keep a permit up to date with the file of identities while the body runs."""
-        self._long.add(permit)
-        try:
-            yield
-        finally:
-            self._long.discard(permit)
+    def left(self, permit: Permit) -> None:
+        """The permit's call has ended."""
+        self._long.discard(permit)
 
     def identities_changed(self) -> None:
         """End calls whose identity is not in the file any more, or has lost the role that admitted them."""

@@ -16,9 +16,10 @@ in fifty.
 import asyncio
 import ipaddress
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 from urllib.parse import unquote
 
@@ -119,6 +120,8 @@ def peer_of(address: str) -> str:
 def seconds_of(request: object) -> float:
     """Return the approximate CPU seconds of a unary request."""
     match request:
+        case kv.GetRequest():
+            items, each = len(request.keys) + len(request.at_least) // 8, 25e-6
         case changes.HelloRequest():
             items, each = len(request.partitions), 8e-6
         case changes.GetFailoverLogRequest():
@@ -131,8 +134,6 @@ def seconds_of(request: object) -> float:
             items, each = 1, 4e-3
         case changes.ListCutsRequest():
             items, each = 1, 80e-3 if request.with_partitions else 1e-3
-        case kv.GetRequest():
-            items, each = len(request.keys) + len(request.at_least) // 8, 25e-6
         case admin.CreateBucketRequest() | admin.DropBucketRequest():
             items, each = 1, 0.1
         case admin.GetStorageRequest():
@@ -190,12 +191,11 @@ class Callers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.turns = Turns()
         self._clock = clock
-        self._open: dict[tuple[str, str], int] = {}
+        self._open = defaultdict[tuple[str, str], int](int)
         self._accounts: dict[tuple[str, bool], _Account] = {}
 
-    @contextmanager
-    def open(self, kind: str, peer: str) -> Iterator[None]:
-        """Count a call while it is open, from its arrival on.
+    def open(self, kind: str, peer: str) -> Callable[[], None]:
+        """Count a call from its arrival on, until what this returns is called.
 
         Args:
             kind: ``Follow``, ``Write`` or ``Text``, a connection of the text port; all others are counted together.
@@ -204,23 +204,23 @@ class Callers:
             TooManyError: the limit of open calls of the kind is reached, in total or for this peer.
         """
         kind, limit, hint = _KINDS.get(kind, _OTHER)
-        keys = ((kind, ""), (kind, peer))
-        for key, most in zip(keys, (limit, int(limit * PEER_CALLS)), strict=True):
-            if self._open.get(key, 0) >= most:
+        count = self._open
+        every, mine = (kind, ""), (kind, peer)
+        for key, most in ((every, limit), (mine, int(limit * PEER_CALLS))):
+            if count[key] >= most:
                 whose = f" of {peer}" if key[1] else ""
                 raise TooManyError(
-                    f"open {kind} calls{whose} are {self._open[key]}; must be below {most}",
-                    hint=hint,
+                    f"open {kind} calls{whose} are {count[key]}; must be below {most}", hint=hint
                 )
+        count[every] += 1
+        count[mine] += 1
+        return partial(self._close, every, mine)
+
+    def _close(self, *keys: tuple[str, str]) -> None:
         for key in keys:
-            self._open[key] = self._open.get(key, 0) + 1
-        try:
-            yield
-        finally:
-            for key in keys:
-                self._open[key] -= 1
-                if not self._open[key]:
-                    del self._open[key]
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
 
     async def pay(self, peer: str, seconds: float, size: int = 0) -> None:
         """Charge an arriving request of ``size`` bytes its approximate cost, and wait for its turn.

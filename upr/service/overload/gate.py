@@ -1,10 +1,9 @@
 """The gate: the gRPC interceptor that receives, counts and charges every call before its method sees it."""
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,8 +13,11 @@ from google.protobuf.message import DecodeError
 from upr.service.access.rules import PERMIT, Access, Permit, ended_error
 from upr.service.overload.callers import BYTES_A_SECOND, CALL_SECONDS, Callers, peer_of, seconds_of
 from upr.service.overload.intake import Context, Intake, abort
+from upr.service.storage_trouble import words_of
 from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
 from upr_protocol.limits import ANSWERS_BYTES_MAX, REQUEST_BYTES_MAX, SMALL_ANSWER_BYTES
+
+log = logging.getLogger(__name__)
 
 
 async def read_open(intake: Intake, context: Context, request: Any, kind: str) -> Any:
@@ -46,6 +48,8 @@ def parsed(parse: Callable[[bytes], Any], raw: bytes, what: str) -> Any:
         raise InvalidArgumentError(f"{what} of {len(raw)} bytes cannot be parsed") from None
 
 
+Opened = list[Callable[[], object]]
+"""What closes that which a call has opened."""
 _IN_ORDER = frozenset({"SavePositions"})
 """Methods whose calls reach their handler in the order in which their connection began them.
 
@@ -95,19 +99,18 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         serve = handler.unary_stream if handler.response_streaming else handler.unary_unary
         turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-        async def received(_: object, context: Context) -> Any:
-            return await self._run(method, context, partial(answered, context))
-
-        async def answered(context: Context, opened: ExitStack, permit: Permit) -> Any:
+        async def answered(_: object, context: Context, permit: Permit, opened: Opened) -> Any:
             if name in _IN_ORDER:
-                connection = context.peer()
-                turn = turns.get(connection) or turns.setdefault(connection, asyncio.Lock())
+                turn = turns.get(permit.peer) or turns.setdefault(permit.peer, asyncio.Lock())
                 async with turn:
-                    request = await arrived(context, opened, permit)
+                    request = await arrived(context, permit, opened)
             else:
-                request = await arrived(context, opened, permit)
+                request = await arrived(context, permit, opened)
             answer = await serve(request, context)
-            if not handler.response_streaming and not self._counts(answer, context):
+            if handler.response_streaming:
+                return None
+            answer = handler.response_serializer(answer)
+            if len(answer) > SMALL_ANSWER_BYTES and not self._counts(len(answer), context):
                 # The error is kept while the client does not take it either.
                 del answer
                 raise TooManyError(
@@ -116,7 +119,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 )
             return answer
 
-        async def arrived(context: Context, opened: ExitStack, permit: Permit) -> Any:
+        async def arrived(context: Context, permit: Permit, opened: Opened) -> Any:
             raw = await intake.receive(context, limit, name)
             if raw is None:
                 raise InvalidArgumentError(f"a {name} without a request")
@@ -125,25 +128,20 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             size = len(raw)
             # Free the message, which may be large, before a long wait for the turn.
             del raw
-            peer = peer_of(context.peer())
-            opened.enter_context(callers.open(name, peer))
+            peer = peer_of(permit.peer)
+            opened.append(callers.open(name, peer))
             await callers.pay(
                 peer, CALL_SECONDS + seconds_of(request) + size / BYTES_A_SECOND, size
             )
             return request
 
-        kind = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-        return kind(received, None, handler.response_serializer)
+        run = self._admitted(method, answered)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(run, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(run)
 
-    def _counts(self, answer: Any, context: Context) -> bool:
+    def _counts(self, size: int, context: Context) -> bool:
         """Count a large answer until the client has taken it; False if there is no room for it."""
-        size = answer.ByteSize()
-        if size <= SMALL_ANSWER_BYTES:
-            return True
         peer, held = peer_of(context.peer()), self._answering
         if held[peer] and (
             held.total() + size > ANSWERS_BYTES_MAX or held[peer] + size > ANSWERS_BYTES_MAX // 2
@@ -159,36 +157,47 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         context.add_done_callback(taken)  # type: ignore[arg-type]  # (the stubs are wrong)
         return True
 
-    async def _run(
-        self, method: str, context: Context, work: Callable[[ExitStack, Permit], Awaitable[Any]]
-    ) -> Any:
-        """Admit a call and do its work; what that enters into the stack lasts until the client has taken an error's status."""
-        try:
-            with ExitStack() as opened:
-                permit = opened.enter_context(self._admitted(method, context))
-                try:
-                    return await work(opened, permit)
-                except UprError as error:
-                    # Here, as the status may be behind much that is unsent.
-                    await abort(context, error)
-        except UprError as error:
-            await abort(context, error)
+    def _admitted(
+        self, method: str, work: Callable[[Any, Context, Permit, Opened], Awaitable[Any]]
+    ) -> Callable[[Any, Context], Awaitable[Any]]:
+        """Return what does the work of admitted calls of a method, and ends one whose identity has lost the permit.
 
-    @contextmanager
-    def _admitted(self, method: str, context: Context) -> Iterator[Permit]:
-        """Admit a call, let its method see the permit, and end the body when the identity has lost it."""
-        task = asyncio.current_task()
-        assert task is not None
-        permit = self._access.admit(method, context, task.cancel)
-        PERMIT.set(permit)
-        with self._access.lasting(permit):
+        What the work has opened is closed when the client has taken an error's status.
+        """
+
+        async def run(requests: Any, context: Context) -> Any:
+            task = asyncio.current_task()
+            assert task is not None
             try:
-                yield permit
+                permit = self._access.admit(method, context, task.cancel)
+            except UprError as error:
+                await abort(context, error)
+            PERMIT.set(permit)
+            opened: Opened = []
+            try:
+                try:
+                    return await work(requests, context, permit, opened)
+                except UprError as error:
+                    failure = error
+                except (grpc.aio.BaseError, grpc.RpcError):
+                    raise
+                except Exception as error:
+                    # In plain words: gRPC would send the exception, with its paths.
+                    log.exception("a call failed", extra={"method": method.rpartition("/")[2]})
+                    failure = UprError(words_of(error), hint="see the server's log")
+                # Here, as the status may be behind much that is unsent.
+                await abort(context, failure)
             except asyncio.CancelledError:
                 if not permit.ended:
                     raise
                 task.uncancel()
-                raise ended_error() from None
+            finally:
+                self._access.left(permit)
+                for close in opened:
+                    close()
+            await abort(context, ended_error())
+
+        return run
 
     def _streaming(self, name: str, handler: Any, method: str) -> Any:
         intake, callers = self._intake, self._callers
@@ -196,14 +205,13 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         if not asyncio.iscoroutinefunction(serve):
             serve = _writing(serve)
 
-        async def counted(messages: Any, context: Context) -> None:
-            async def served(opened: ExitStack, _: Permit) -> None:
-                peer = peer_of(context.peer())
-                opened.enter_context(callers.open(name, peer))
-                await callers.pay(peer, 2 * CALL_SECONDS)
-                await serve(messages, context)
+        async def served(messages: Any, context: Context, permit: Permit, opened: Opened) -> None:
+            peer = peer_of(permit.peer)
+            opened.append(callers.open(name, peer))
+            await callers.pay(peer, 2 * CALL_SECONDS)
+            await serve(messages, context)
 
-            await self._run(method, context, served)
+        counted = self._admitted(method, served)
 
         async def registered(messages: Any, context: Context) -> None:
             task = asyncio.current_task()

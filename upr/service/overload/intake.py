@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,6 +83,21 @@ def _ended(reading: asyncio.Future[Any]) -> None:
     if not reading.cancelled():
         # Retrieve the exception, or asyncio logs it as never retrieved.
         reading.exception()
+
+
+def _step(reading: Coroutine[Any, Any, Any], end: Callable[[object], None], _: Any = None) -> None:
+    """Take the steps of gRPC's coroutine that reads a message, and hand over what it returns or raises.
+
+    A task costs a short call more. This goes on, and takes the message, also when nobody waits for it any more.
+    """
+    try:
+        waited = reading.send(None)
+    except StopIteration as read:
+        end(read.value)
+    except BaseException as error:
+        end(error)
+    else:
+        waited.add_done_callback(partial(_step, reading, end))
 
 
 @dataclass(slots=True, eq=False)
@@ -189,31 +204,26 @@ class Intake:
             TooManyError: too much was arriving.
         """
         loop = asyncio.get_running_loop()
-        reading = asyncio.ensure_future(context.read())
-        over: asyncio.Future[bool] = loop.create_future()
+        over: asyncio.Future[Any] = loop.create_future()
 
-        def end(shed: bool) -> None:
+        def end(outcome: object) -> None:
             if not over.done():
-                over.set_result(shed)
+                over.set_result(outcome)
 
-        # asyncio.wait does more, which short calls would notice.
-        reading.add_done_callback(lambda _: end(False))
-        timer = loop.call_later(OPEN_SECONDS, end, False)
-        arriving = self.expect(context, partial(end, True))
+        timer = loop.call_later(OPEN_SECONDS, end, None)
+        arriving = self.expect(context, lambda: end(shed_error()))
+        _step(context.read(), end)
         try:
-            shed = await over
+            raw = await over
         finally:
             timer.cancel()
             arriving.close()
-            if not reading.done():
-                leave(reading)
-        if shed:
-            raise shed_error()
-        if not reading.done():
+        if raw is None:
             raise InvalidArgumentError(
                 f"no {what} within {OPEN_SECONDS:.0f} s", hint="it is the first message of a call"
             )
-        raw: Any = reading.result()
+        if isinstance(raw, BaseException):
+            raise raw
         if raw is grpc.aio.EOF:
             return None
         arriving.received(len(raw))

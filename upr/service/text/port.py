@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from upr.engine.streams import SHUTTING_DOWN, EndReason, too_slow
@@ -119,8 +119,8 @@ class TextPort:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _allow(self, peer: str) -> contextlib.AbstractContextManager[None]:
-        """Return what counts a connection while it is open; TooManyError or ShuttingDownError if it is refused."""
+    def _allow(self, peer: str) -> Callable[[], None]:
+        """Count a connection until what this returns is called; TooManyError or ShuttingDownError if it is refused."""
         if self._stopping:
             raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
         return self.callers.open("Text", peer)
@@ -131,7 +131,8 @@ class TextPort:
         address = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
         task = asyncio.current_task()
         try:
-            with self._allow(peer_of(address)):
+            with contextlib.ExitStack() as opened:
+                opened.callback(self._allow(peer_of(address)))
                 connection = Connection(self, reader, writer, address)
                 self._connections[connection] = task
                 try:
