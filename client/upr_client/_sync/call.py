@@ -61,14 +61,27 @@ _THERE_SECONDS = 0.5
 class Stubs(NamedTuple):
     """The services of one endpoint; their unary calls go to whichever endpoint their route has then."""
 
-    streams: Any
-    keys: Any
-    admin: Any
-    sets: Any
+    connection: "Connection"
     endpoint: str
     route: Route
     held: Any
     """What ``Connection.raw`` returned: it keeps the channel open, also when the endpoint is forgotten meanwhile."""
+
+    @property
+    def streams(self) -> Any:
+        return _Service(self, 0)
+
+    @property
+    def keys(self) -> Any:
+        return _Service(self, 1)
+
+    @property
+    def admin(self) -> Any:
+        return _Service(self, 2)
+
+    @property
+    def sets(self) -> Any:
+        return _Service(self, 3)
 
 
 class Connection:
@@ -127,7 +140,7 @@ class Connection:
         self.check_process()
 
     def check_process(self) -> None:
-        if self.is_foreign:
+        if self._process != os.getpid():
             raise ClosedError(
                 "the client was made in another process", hint="open a new one after the fork"
             )
@@ -160,14 +173,15 @@ class Connection:
         """Return the services of the current endpoint of a route; None for that of calls to the active server."""
         route = route or self.active
         endpoint = route.current
-        raw = self.raw(endpoint)
-        streams, keys, admin, sets = (_Service(self, endpoint, n, route) for n in range(4))
-        return Stubs(streams, keys, admin, sets, endpoint, route, raw)
+        return Stubs(self, endpoint, route, self.raw(endpoint))
 
     def raw(self, endpoint: str) -> tuple[Any, ...]:
         """Return functions that return gRPC's own stubs of an endpoint, and its channel; all are made when first needed."""
         # Before the mutex: in a forked process a thread that is not there may hold it.
         self.check_process()
+        known = self._raw.get(endpoint)
+        if known is not None:
+            return known
         with self._mutex:
             self.check_usable()
             stubs = self._raw.get(endpoint)
@@ -185,9 +199,12 @@ class Connection:
 
     def learn(self, servers: Iterable[str]) -> None:
         """Remember further servers of the set; see ``Servers.learn``."""
+        fresh = [one for one in servers if one not in self._servers.all]
+        if not fresh:
+            return
         with self._mutex:
             before = self._servers.all
-            self._servers.learn(servers)
+            self._servers.learn(fresh)
             if self._servers.all is before:
                 return
             # Their channels end with the calls that are under way: each of those holds its own.
@@ -281,11 +298,11 @@ class Connection:
 class _Service:
     """Stands for a stub. A stream belongs to the endpoint it was asked for; a unary call to the one its route has then."""
 
-    def __init__(self, connection: Connection, endpoint: str, number: int, route: Route) -> None:
-        self._connection = connection
-        self._endpoint = endpoint
+    def __init__(self, stubs: Stubs, number: int) -> None:
+        self._connection = stubs.connection
+        self._endpoint = stubs.endpoint
         self._number = number
-        self._route = route
+        self._route = stubs.route
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
