@@ -62,6 +62,7 @@ from upr_protocol.wire.codec import block_of_write, problem_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
+_NOTHING = np.zeros(PARTITIONS, np.uint64)
 GETS_AT_ONCE = 2
 """Number of concurrent searches; others wait for their turn."""
 
@@ -94,12 +95,14 @@ async def find_newest(host: BucketService, lookup: Lookup) -> None:
     if in_tail.is_quick:
         # Waking a thread takes longer.
         in_tail.bite(BITE_BYTES)
-    floors = np.zeros(PARTITIONS, np.uint64)
+    floors = _NOTHING
     while lookup.pending:
         stored = table.stored.copy()
         bite = partial(_bite, in_tail, StoreSearch(lookup, host.disk.store, floors))
         while not await host.disk.in_reader(bite):
             pass
+        if not lookup.pending:
+            return
         lookup.settle(table.stored == stored)
         floors = stored
         in_tail = _tail_search(host, lookup)
@@ -196,22 +199,20 @@ async def until_written(
             raise _behind(table, writes[-1]) from None
 
 
-async def _get(host: BucketService, keys: list[bytes]) -> wire.GetResponse:
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    lookup = Lookup(list(numbers), GET_ANSWER_BYTES_MAX)
-    await find_newest(host, lookup)
-    host.compactor.damaged(
-        {
-            partition: error
-            for partition, error in lookup.problems.items()
-            if isinstance(error, DataDamagedError)
-        }
-    )
+def _answer(host: BucketService, lookup: Lookup, keys: Sequence[bytes]) -> wire.GetResponse:
+    if lookup.problems:
+        host.compactor.damaged(
+            {
+                partition: error
+                for partition, error in lookup.problems.items()
+                if isinstance(error, DataDamagedError)
+            }
+        )
     response = wire.GetResponse(bucket_version=host.bucket.identity.version)
     ids = host.bucket.partitions.newest_id
     size = 0
     for key in keys:
-        number = numbers[key]
+        number = lookup.numbers[key]
         partition = lookup.partitions[number]
         newest = lookup.found.get(number)
         size += len(newest.value or b"") if newest is not None else 0
@@ -300,34 +301,33 @@ class KeyValueMethods:
         """Return the newest value of each key."""
         check_keys(request.keys)
         try:
-            return await self._read(request)
-        except BucketGoneError as error:
-            raise self._catalog.not_here(error) from None
-
-    async def _read(self, request: wire.GetRequest) -> wire.GetResponse:
-        host = self._catalog.to_read(request)
-        if request.at_least:
-            await self._until_written(host, request)
             host = self._catalog.to_read(request)
-        if self._open_gets >= GET_CALLS_MAX:
-            raise TooManyError(
-                f"open Gets are {self._open_gets}; must be below {GET_CALLS_MAX}",
-                hint="one Get takes many keys; to read much, follow the bucket",
-            )
-        self._open_gets += 1
-        try:
-            async with self._turns:
-                response = await _get(host, list(request.keys))
+            if request.at_least:
+                await self._until_written(host, request)
+                host = self._catalog.to_read(request)
+            if self._open_gets >= GET_CALLS_MAX:
+                raise TooManyError(
+                    f"open Gets are {self._open_gets}; must be below {GET_CALLS_MAX}",
+                    hint="one Get takes many keys; to read much, follow the bucket",
+                )
+            self._open_gets += 1
+            try:
+                async with self._turns:
+                    lookup = Lookup(request.keys, GET_ANSWER_BYTES_MAX)
+                    await find_newest(host, lookup)
+                    response = _answer(host, lookup, request.keys)
+            finally:
+                self._open_gets -= 1
             if not request.any_server:
                 self._catalog.check_active()
             response.servers.extend(self._catalog.servers())
             return response
+        except BucketGoneError as error:
+            raise self._catalog.not_here(error) from None
         except (OSError, lmdb.Error) as error:
             raise StorageFailedError(
                 f"the store cannot be read: {words_of(error)}", retriable=True
             ) from error
-        finally:
-            self._open_gets -= 1
 
     async def _until_written(self, host: BucketService, request: wire.GetRequest) -> None:
         writes = written_seqnos(request)

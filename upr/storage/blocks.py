@@ -236,6 +236,15 @@ class BlockHashes(NamedTuple):
     hashes: U32
 
 
+class Candidate(NamedTuple):
+    """Stored block that may have a key, in these of its rows, ascending; ``total`` is how many rows it has."""
+
+    start: int
+    end: int
+    total: int
+    rows: list[int]
+
+
 class BlockCursor:
     """Cursor over the blocks of one read transaction, for the thread that began it.
 
@@ -282,9 +291,7 @@ class BlockCursor:
             raise DataDamagedError(f"the table of the block that ends at {end} has changed")
         return StoredBlock(head.start, end, head.rows, RUN_FIELDS.unpack_from(value, 2)[5])
 
-    def hashes(
-        self, partition: int, end: int, above: int, most: int, one: bytes = b""
-    ) -> BlockHashes:
+    def hashes(self, partition: int, end: int, above: int, most: int) -> BlockHashes:
         """Return the hashes of neighbouring blocks, newest first, from the block that ends at a seqno on.
 
         They end before a block whose hashes are not there or fail their checksum: that block must be read.
@@ -292,32 +299,60 @@ class BlockCursor:
         Args:
             above: blocks that end at or below are not needed.
             most: bytes; more blocks follow when their hashes reach it.
-            one: the only hash that is sought, as in ``BlockHashes``: older blocks are not looked at before one that may
-                have it. Empty: several are sought.
         """
         starts, ends, found = list[int](), list[int](), list[bytes]()
-        cursor, size = self._hashes, 0
-        key = keyspace.block_key(partition, end)
-        more = cursor is not None and cursor.set_key(key)
-        while (
-            more
-            and size < most
-            and len(ends) < HASHED_BLOCKS
-            and end > above
-            and cursor.key() == key
-        ):
-            try:
-                start, hashes = keyspace.unpack_hashes(key, bytes(cursor.value()))
-            except DataDamagedError:
-                break
+        size = 0
+        for start, last, value in self._hashed(partition, end, above):
             starts.append(start)
-            ends.append(end)
-            found.append(hashes)
-            size += len(hashes)
-            key, end = keyspace.block_key(partition, start), start
-            more = not (one and one in hashes) and cursor.prev()
+            ends.append(last)
+            found.append(value[keyspace.HASHES])
+            size += len(value)
+            if size >= most:
+                break
         row_ends = np.cumsum([len(hashes) // 4 for hashes in found], dtype=np.int64)
         return BlockHashes(starts, ends, row_ends, np.frombuffer(b"".join(found), "<u4"))
+
+    def candidate(
+        self, partition: int, end: int, above: int, most: int, one: int
+    ) -> tuple[Candidate | None, int]:
+        """Return the first block that may have a key of the hash ``one``; for one key arrays cost several times as much.
+
+        If that is none of those that ``hashes`` returns, it is the last of them, without rows; None if there are none.
+        With it is returned how many bytes were looked at.
+        """
+        sought, size = one.to_bytes(4, "little"), 0
+        found = None
+        for start, last, value in self._hashed(partition, end, above):
+            rows = []
+            if sought in value:
+                hashes = value[keyspace.HASHES]
+                at = hashes.find(sought)
+                while at >= 0:
+                    # Else it begins within a hash.
+                    if not at % 4:
+                        rows.append(at // 4)
+                    at = hashes.find(sought, at + 1)
+            found = Candidate(start, last, keyspace.count_of_hashes(value), rows)
+            size += len(value)
+            if rows or size >= most:
+                break
+        return found, size
+
+    def _hashed(self, partition: int, end: int, above: int) -> Iterator[tuple[int, int, bytes]]:
+        """Yield start, end and row of hashes of neighbouring blocks, HASHED_BLOCKS of them; see ``hashes``."""
+        cursor, key = self._hashes, keyspace.block_key(partition, end)
+        more = cursor is not None and cursor.set_key(key)
+        left = HASHED_BLOCKS
+        while more and left and end > above and cursor.key() == key:
+            value = bytes(cursor.value())
+            try:
+                start = keyspace.start_of_hashes(key, value)
+            except DataDamagedError:
+                return
+            yield start, end, value
+            key, end = keyspace.block_key(partition, start), start
+            more = cursor.prev()
+            left -= 1
 
     def data(self, partition: int, end: int) -> bytes:
         """Return a copy of the block that ends at a seqno; DataDamagedError if there is none."""

@@ -30,6 +30,8 @@ TABLES = (
     b"hashes",
 )
 _CRC = struct.Struct("<I")
+_SEALED = 0x48674BC7
+"""CRC32C of whatever ends in its own."""
 _PARTITION_KEY = struct.Struct(">H")
 _BLOCK_KEY = struct.Struct(">HQ")
 _ASIDE_KEY = struct.Struct(">HQI")
@@ -45,6 +47,8 @@ _CUT = struct.Struct("<QQQH")
 _PIN = struct.Struct("<HQQ")
 _HASHES = struct.Struct("<IQ")
 _HASHES_KIND = 1
+HASHES = slice(_HASHES.size, -_CRC.size)
+"""Where a stored row has the hashes of a block's keys, "<u4"."""
 HASHED = b"hashed"
 """Key in the table ``meta`` of the last transaction whose program knows the hashes of keys."""
 
@@ -188,10 +192,15 @@ def seal(value: bytes, key: bytes) -> bytes:
     return value + _CRC.pack(google_crc32c.value(key + value))
 
 
+def check_sealed(value: bytes, key: bytes, what: str) -> None:
+    """Raise DataDamagedError naming ``what`` unless a value is what ``seal`` returned for this key."""
+    if len(value) < 4 or google_crc32c.extend(google_crc32c.value(key), value) != _SEALED:
+        raise DataDamagedError(f"{what}: the stored value fails its checksum")
+
+
 def unseal(value: bytes, key: bytes, what: str) -> bytes:
     """Return the value without its CRC32C, or raise DataDamagedError naming ``what``."""
-    if len(value) < 4 or _CRC.unpack(value[-4:])[0] != google_crc32c.value(key + value[:-4]):
-        raise DataDamagedError(f"{what}: the stored value fails its checksum")
+    check_sealed(value, key, what)
     return value[:-4]
 
 
@@ -218,15 +227,19 @@ def pack_hashes(partition: int, start: int, end: int, hashes: U32) -> bytes:
     return seal(_HASHES.pack(_HASHES_KIND, start) + hashes.tobytes(), block_key(partition, end))
 
 
-def unpack_hashes(key: bytes, value: bytes) -> tuple[int, bytes]:
-    """Return the start of the block under a key, and its hashes as "<u4"; or raise DataDamagedError."""
-    body = unseal(value, key, "hashes of keys")
-    if len(body) < _HASHES.size or len(body) % 4 != _HASHES.size % 4:
-        raise DataDamagedError(f"hashes of keys: the stored row has {len(body)} bytes")
-    kind, start = _HASHES.unpack_from(body)
+def start_of_hashes(key: bytes, value: bytes) -> int:
+    """Return the start of the block under a key, whose hashes are ``value[HASHES]``; or raise DataDamagedError."""
+    check_sealed(value, key, "hashes of keys")
+    if len(value) < _HASHES.size + 4 or len(value) % 4 != _HASHES.size % 4:
+        raise DataDamagedError(f"hashes of keys: the stored row has {len(value) - 4} bytes")
+    kind, start = _HASHES.unpack_from(value)
     if kind != _HASHES_KIND:
         raise DataDamagedError(f"kind of hashes is {kind}; must be {_HASHES_KIND}")
-    return start, body[_HASHES.size :]
+    return int(start)
+
+
+def count_of_hashes(value: bytes) -> int:
+    return (len(value) - _HASHES.size - _CRC.size) // 4
 
 
 def aside_key(partition: int, commit: int, sequence: int) -> bytes:

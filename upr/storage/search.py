@@ -35,6 +35,7 @@ from upr.storage.blocks import (
     VALUES,
     BlockCursor,
     BlockHashes,
+    Candidate,
     Encoded,
     StoredBlock,
     checked,
@@ -75,10 +76,11 @@ class Lookup:
     """Lookup of keys and its results. For one thread at a time.
 
     Args:
-        keys: each once, in the order of the answer.
+        keys: in the order of the answer; one that comes again is looked up once.
         max_bytes: most bytes of values in the answer; a larger first value is kept.
 
     Attributes:
+        numbers: of the keys, from 0 on.
         partitions: of each key.
         found: by the key's number.
         problems: errors of partitions that cannot be read.
@@ -86,7 +88,8 @@ class Lookup:
     """
 
     def __init__(self, keys: Sequence[bytes], max_bytes: int) -> None:
-        self._numbers = {key: number for number, key in enumerate(keys)}
+        keys = list(dict.fromkeys(keys))
+        self.numbers = dict(zip(keys, range(len(keys)), strict=True))
         self._left = max_bytes
         self.partitions = list(map(partition_of, keys))
         self.found: dict[int, Newest] = {}
@@ -98,7 +101,7 @@ class Lookup:
             else list(map(hash_of, keys))
         )
         self._open: dict[int, dict[bytes, int]] = {}
-        for (key, number), partition in zip(self._numbers.items(), self.partitions, strict=True):
+        for (key, number), partition in zip(self.numbers.items(), self.partitions, strict=True):
             self._open.setdefault(partition, {})[key] = number
 
     @property
@@ -109,9 +112,8 @@ class Lookup:
     def sought(self, partition: int | None = None) -> set[int]:
         """Return the hashes of the keys that are not found yet: of one partition, or of all."""
         hashes = self._hashes
-        if partition is not None:
-            return {hashes[number] for number in self._open.get(partition, {}).values()}
-        return {hashes[number] for keys in self._open.values() for number in keys.values()}
+        some = self._open.values() if partition is None else [self._open.get(partition, {})]
+        return {hashes[number] for keys in some for number in keys.values()}
 
     def fail(self, partitions: Iterable[int], why: UprError) -> None:
         """Fail the keys of partitions that are not found yet."""
@@ -174,7 +176,7 @@ class Lookup:
             # The values up to the last held key exceed the limit, so the answer ends before that key.
             self.end = max(self.found)
             self._left += len(self.found.pop(self.end).value or b"")
-            for key, other in self._numbers.items():
+            for key, other in self.numbers.items():
                 if other >= self.end:
                     self._close(self.partitions[other], key)
 
@@ -227,6 +229,23 @@ def places_of(rows: I64, row_ends: I64) -> dict[int, list[int]]:
     for place, row in zip(places, rows.tolist(), strict=True):
         found.setdefault(place, []).append(row - (int(row_ends[place - 1]) if place else 0))
     return found
+
+
+def candidates_of(known: BlockHashes, sought: set[int]) -> list[Candidate]:
+    """Return those of some blocks that may have a key of these hashes, and the last one, with or without rows."""
+    starts, ends, row_ends, hashes = known
+    places = places_of(rows_with(hashes, sought), row_ends)
+    if ends:
+        places.setdefault(len(ends) - 1, [])
+    return [
+        Candidate(
+            starts[place],
+            ends[place],
+            int(row_ends[place]) - (int(row_ends[place - 1]) if place else 0),
+            rows,
+        )
+        for place, rows in places.items()
+    ]
 
 
 class InTail(Protocol):
@@ -382,13 +401,14 @@ class TailSearch:
     @property
     def is_quick(self) -> bool:
         """Whether the first bite takes about a millisecond at most, if it searches no more than BITE_BYTES."""
-        new = self._entries
-        rows = sum(len(part.hashes) for part in self._keys.parts)
-        return (
-            len(new) <= QUICK_BLOCKS
-            and sum(len(entry.data) for entry in new) <= QUICK_BYTES
-            and rows * len(self._lookup.sought()) <= QUICK_ROWS
-        )
+        if len(self._entries) > QUICK_BLOCKS:
+            return False
+        size = rows = 0
+        for entry in self._entries:
+            size += len(entry.data)
+        for part in self._keys.parts:
+            rows += len(part.hashes)
+        return size <= QUICK_BYTES and (not rows or rows * len(self._lookup.sought()) <= QUICK_ROWS)
 
     def bite(self, most: float = inf) -> bool:
         """Index or search some entries, from the newest on; return whether the search is done.
@@ -475,11 +495,26 @@ class StoreSearch:
         if self._at <= floor or not sought:
             self._next_partition()
             return 0
-        one = _U32.pack(*sought) if len(sought) == 1 else b""
-        known = cursor.hashes(partition, self._at, floor, BITE_BYTES, one)
-        if known.ends:
-            return self._step_known(cursor, partition, known, sought)
-        return self._search_whole(cursor, partition, cursor.containing(partition, self._at).end)
+        if len(sought) == 1:
+            one, size = cursor.candidate(partition, self._at, floor, BITE_BYTES, *sought)
+            candidates = [one] if one else []
+        else:
+            known = cursor.hashes(partition, self._at, floor, BITE_BYTES)
+            candidates, size = candidates_of(known, sought), known.hashes.nbytes
+        if not candidates:
+            return self._search_whole(cursor, partition, cursor.containing(partition, self._at).end)
+        for start, end, count, rows in candidates:
+            if rows:
+                data = cursor.data(partition, end)
+                block = checked(data)
+                if RUN_FIELDS.unpack_from(data, 2)[:4] != (partition, count, start, end):
+                    return size + self._search_whole(cursor, partition, end)
+                size += len(data)
+                self._lookup.take(block, rows)
+            self._at = start
+            if size >= BITE_BYTES or not self._lookup.sought(partition):
+                break
+        return size
 
     def _search_whole(self, cursor: BlockCursor, partition: int, end: int) -> int:
         data = cursor.data(partition, end)
@@ -488,26 +523,6 @@ class StoreSearch:
         self._lookup.search(checked(data))
         self._at = head.start
         return len(data)
-
-    def _step_known(
-        self, cursor: BlockCursor, partition: int, known: BlockHashes, sought: set[int]
-    ) -> int:
-        """Search blocks whose hashes are known: those are read that may have a key."""
-        size = known.hashes.nbytes
-        for place, rows in places_of(rows_with(known.hashes, sought), known.row_ends).items():
-            end, start = known.ends[place], known.starts[place]
-            count = int(known.row_ends[place]) - (int(known.row_ends[place - 1]) if place else 0)
-            data = cursor.data(partition, end)
-            block = checked(data)
-            if RUN_FIELDS.unpack_from(data, 2)[:4] != (partition, count, start, end):
-                return size + self._search_whole(cursor, partition, end)
-            size += len(data)
-            self._lookup.take(block, rows)
-            if size >= BITE_BYTES or not self._lookup.sought(partition):
-                self._at = start
-                return size
-        self._at = known.starts[-1]
-        return size
 
     def _next_partition(self) -> None:
         assert self._left is not None

@@ -152,9 +152,9 @@ class Disk:
     async def in_flush_thread(self, call: Callable[[], _T]) -> _T:
         return await self._in(self._flush_thread.run, call)
 
-    async def in_reader(self, call: Callable[[], _T]) -> _T:
+    def in_reader(self, call: Callable[[], _T]) -> Coroutine[Any, Any, _T]:
         """Run a function of a few short transactions in a reader thread."""
-        return await self._in(self._readers.run, call)
+        return self._in(self._readers.run, call)
 
     def in_journal_thread(self, call: Callable[[], _T]) -> Coroutine[Any, Any, _T]:
         return self._in(self._journal_thread.run, call)
