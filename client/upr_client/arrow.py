@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from upr_protocol.block import (
+    COMPILED,
     I64,
     OP_DELETE,
     ROW_BYTES,
+    U64,
     Block,
     make_runs,
     offset_column,
@@ -133,22 +135,37 @@ def _offsets_in_runs(block: Block) -> bytes:
 
 
 def _of_block(pa: Any, block: Block) -> Any:
-    rows, runs = block.rows, block.runs
-    counts = runs["count"]
+    rows = block.rows
+    partitions, seqnos, times = row_numbers(block)
     deleted, valid, nulls = _ops(pa, block)
     return pa.RecordBatch.from_arrays(
         [
-            _numbers(pa, pa.int32(), np.repeat(runs["partition"].astype(np.int32), counts)),
-            _numbers(pa, pa.int64(), row_seqnos(block)),
+            _numbers(pa, pa.int32(), partitions),
+            _numbers(pa, pa.int64(), seqnos),
             deleted,
             _binary(pa, rows, block.key_offsets, block.keys),
             _binary(pa, rows, block.value_offsets, block.values, valid, nulls)
             if block.value_offsets
             else pa.nulls(rows, pa.binary()),
-            _numbers(pa, pa.timestamp("us", tz="UTC"), row_times(block)),
+            _numbers(pa, pa.timestamp("us", tz="UTC"), times),
         ],
         schema=schema(),
     )
+
+
+def row_numbers(block: Block) -> tuple[npt.NDArray[np.uint32], U64, U64]:
+    """Return each row's partition, seqno and time, shape ``(rows,)`` each.
+
+    The compiled function makes them where it is there and the run table fits the columns.
+    """
+    if COMPILED is not None:
+        made = COMPILED.numbers(block.runs.tobytes(), block.seqnos, block.rows)
+        if made is not None:
+            partitions, seqnos, times = made
+            seqnos, times = (np.frombuffer(one, "<u8") for one in (seqnos, block.times or times))
+            return np.frombuffer(partitions, "<u4"), seqnos, times
+    runs = block.runs
+    return np.repeat(runs["partition"], runs["count"]), row_seqnos(block), row_times(block)
 
 
 def _numbers(pa: Any, kind: Any, numbers: npt.NDArray[Any]) -> Any:

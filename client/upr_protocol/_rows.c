@@ -1,7 +1,7 @@
 /* Rows of a block as Python objects, made from its columns in one pass; columns, made from such objects or from those of
 other blocks.
 
-The functions here do what block_changes and block_items of upr_client/changes/events.py, and pairs_bytes, blocks_of_pairs, build_block,
+The functions here do what block_changes and block_items of upr_client/changes/events.py, row_numbers of upr_client/arrow.py, and pairs_bytes, blocks_of_pairs, build_block,
 join_blocks and check_block of block.py, do in Python, and nothing else: those are the reference. What contradicts itself or is out of its
 range is not for this module: then it returns None, the caller asks the reference, and so both always agree. Every offset is
 compared with the end of its column before anything is read there.
@@ -422,11 +422,11 @@ partition_of(const char *key, Py_ssize_t size)
 /* Columns that are being made. */
 enum { RUNS, OP_CODES, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES, TIMES, MADE };
 
-/* Make columns of these sizes, to be filled; -1 with an exception. */
+/* Make so many columns of these sizes, to be filled; -1 with an exception. */
 static int
-make(PyObject **made, const Py_ssize_t *sizes)
+make(PyObject **made, const Py_ssize_t *sizes, int count)
 {
-    for (int at = 0; at < MADE; at++) {
+    for (int at = 0; at < count; at++) {
         made[at] = PyBytes_FromStringAndSize(NULL, sizes[at]);
         if (made[at] == NULL) {
             while (at) {
@@ -449,6 +449,48 @@ static void
 put_number(char *column, Py_ssize_t index, uint32_t number)
 {
     memcpy(column + 4 * index, &number, sizeof number);
+}
+
+PyDoc_STRVAR(numbers_doc, "numbers(runs, seqnos, rows)\n--\n\n"
+                          "Return each row's partition as uint32, seqno and time as uint64, or None if there are not so many rows.");
+
+static PyObject *
+numbers(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "numbers takes a run table, seqnos and the number of rows");
+        return NULL;
+    }
+    Py_ssize_t run_bytes, seqno_bytes;
+    Columns columns = {.runs = column_of(args[0], &run_bytes), .seqnos = column_of(args[1], &seqno_bytes)};
+    columns.rows = PyLong_AsSsize_t(args[2]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    columns.run_count = run_bytes / RUN_BYTES;
+    if (run_bytes < 0 || run_bytes % RUN_BYTES || seqno_bytes < 0 || columns.rows < 0 || columns.rows > INT32_MAX / 8
+        || (seqno_bytes && seqno_bytes != 4 * columns.rows) || !runs_fit(&columns)) {
+        Py_RETURN_NONE;
+    }
+    const Py_ssize_t sizes[3] = {4 * columns.rows, 8 * columns.rows, 8 * columns.rows};
+    PyObject *made[3];
+    if (make(made, sizes, 3) < 0) {
+        return NULL;
+    }
+    char *partitions = PyBytes_AS_STRING(made[0]), *seqnos = PyBytes_AS_STRING(made[1]), *times = PyBytes_AS_STRING(made[2]);
+    Py_ssize_t row = 0;
+    for (Py_ssize_t at = 0; at < columns.run_count; at++) {
+        const char *run = columns.runs + at * RUN_BYTES;
+        uint64_t start = long_at(run + START_AT);
+        uint32_t partition = number_at(run, 0), inside = 0, rows = number_at(run + COUNT_AT, 0);
+        for (; inside < rows; inside++, row++) {
+            uint64_t seqno = start + (columns.seqnos == NULL ? inside + UINT64_C(1) : number_at(columns.seqnos, row));
+            put_number(partitions, row, partition);
+            memcpy(seqnos + 8 * row, &seqno, sizeof seqno);
+            memcpy(times + 8 * row, run + TIME_AT, 8);
+        }
+    }
+    return Py_BuildValue("(NNN)", made[0], made[1], made[2]);
 }
 
 /* Rows that become columns, sorted by partition. */
@@ -534,7 +576,7 @@ sorted_columns(Sorting *sorting, const char *chosen)
         [VALUES] = (Py_ssize_t)sorting->value_size,
     };
     PyObject *made[MADE];
-    if (make(made, sizes) < 0) {
+    if (make(made, sizes, MADE) < 0) {
         return NULL;
     }
     sort_rows(sorting, PyBytes_AS_STRING(made[RUNS]));
@@ -812,7 +854,7 @@ joined_columns(Joining *joining)
         [TIMES] = joining->dated ? 8 * rows : 0,
     };
     PyObject *made[MADE];
-    if (make(made, sizes) < 0) {
+    if (make(made, sizes, MADE) < 0) {
         return NULL;
     }
     char *run = PyBytes_AS_STRING(made[RUNS]);
@@ -969,6 +1011,7 @@ static PyMethodDef methods[] = {
     {"columns", (PyCFunction)(void (*)(void))columns, METH_FASTCALL, columns_doc},
     {"items", (PyCFunction)(void (*)(void))items, METH_FASTCALL, items_doc},
     {"joined", (PyCFunction)(void (*)(void))joined, METH_FASTCALL, joined_doc},
+    {"numbers", (PyCFunction)(void (*)(void))numbers, METH_FASTCALL, numbers_doc},
     {"packed", (PyCFunction)(void (*)(void))packed, METH_FASTCALL, packed_doc},
     {"rows", (PyCFunction)(void (*)(void))rows, METH_FASTCALL, rows_doc},
     {"size", size, METH_O, size_doc},

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tools.build_rows import SOURCE, compiled
+from upr_client import arrow
 from upr_client.changes import events
 from upr_client.changes.events import (
     Change,
@@ -71,14 +72,15 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def fast(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for user in (events, block_module):
+    for user in (events, arrow, block_module):
         monkeypatch.setattr(user, "COMPILED", module)
 
 
 def reference(read: Outcome) -> Any:
     """Return the outcome without the compiled module."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_module, "COMPILED", None)
+        for user in (arrow, block_module):
+            patch.setattr(user, "COMPILED", None)
         return outcome(read)
 
 
@@ -108,6 +110,10 @@ def outcome(read: Outcome) -> object:
         return type(error), str(error)
 
 
+def numbers(block: Block) -> object:
+    return [(one.dtype, one.tolist()) for one in arrow.row_numbers(block)]
+
+
 # The fixture changes nothing between two examples.
 unchanged = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -128,6 +134,8 @@ def test_rows_are_those_of_the_reference(module: Any, fast: None, block: Block) 
     assert module.rows(Change, ("set", "delete"), *arguments) == wanted
     items = [(change.key, change.value) for change in wanted]
     assert module.items(*arguments) == block_items(block) == items_in_python(block) == items
+    assert module.numbers(*arguments[:2], block.rows) is not None
+    assert numbers(block) == reference(lambda: numbers(block))
 
 
 @unchanged
@@ -153,6 +161,7 @@ def test_columns_that_do_not_fit_give_what_the_reference_gives(
     block = replace(block, **{name: changed})
     assert outcome(lambda: block_changes(block)) == outcome(lambda: changes_in_python(block))
     assert outcome(lambda: block_items(block)) == outcome(lambda: items_in_python(block))
+    assert outcome(lambda: numbers(block)) == reference(lambda: numbers(block))
 
 
 class Text(bytes):
@@ -425,6 +434,11 @@ def test_what_is_no_kind_of_tuple_or_no_column_is_refused(module: Any) -> None:
             module.columns(*arguments)
     for keys, values, partitions in (([], [], None), ([b"k"], [], None), ([b"k"], [b"v"], b"12 ")):
         assert module.columns(keys, values, partitions) is None
+    for arguments in ((), (b"", b""), (b"", b"", "1")):
+        with pytest.raises(TypeError):
+            module.numbers(*arguments)
+    for arguments in ((b"1", b"", 0), (b"", b"1234", 0), (b"", memoryview(b""), 0), (b"", b"", -1)):
+        assert module.numbers(*arguments) is None
     for arguments in ((), ([], 0), ([], "0", 1), ([], 0, "1")):
         with pytest.raises(TypeError):
             module.packed(*arguments)
