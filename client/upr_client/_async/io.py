@@ -137,26 +137,38 @@ class Semaphore:
 
 
 class Queue(Generic[T]):
-    """Messages from the reader of a call; bounded by the credit and not by itself."""
+    """Messages from the reader of a call, for one who takes them; bounded by the credit and not by itself."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
-        self._filled = Event()
+        self._waits: asyncio.Future[None] | None = None
 
     def put(self, item: T) -> None:
         self._items.append(item)
-        self._filled.set()
+        _wake(self._waits)
 
     async def get(self, seconds: float | None = None) -> T | None:
         """Return the next item, None when none came in ``seconds``."""
         if self._items:
             # A consumer that always finds something must not keep the reader of the call from its turns.
             await asyncio.sleep(0)
-        while not self._items:
-            self._filled.clear()
-            if not await self._filled.wait(seconds):
-                return None
-        return self._items.popleft()
+        if not self._items:
+            loop = asyncio.get_running_loop()
+            self._waits = waits = loop.create_future()
+            # A third of what ``asyncio.timeout`` costs, and that is paid for each message.
+            timer = None if seconds is None else loop.call_later(seconds, _wake, waits)
+            try:
+                await waits
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        return self._items.popleft() if self._items else None
+
+
+def _wake(waits: asyncio.Future[None] | None) -> None:
+    # Whoever was cancelled waits no more.
+    if waits is not None and not waits.done():
+        waits.set_result(None)
 
 
 class RequestQueue(Generic[T]):
