@@ -180,10 +180,9 @@ def _ops(pa: Any, block: Block) -> tuple[Any, Any, int]:
         bits = pa.py_buffer(bytes((rows + 7) // 8))
         return pa.Array.from_buffers(pa.bool_(), rows, [None, bits], 0), None, 0
     deletes = np.frombuffer(block.ops, np.uint8) == OP_DELETE
-    bits = pa.py_buffer(np.packbits(deletes, bitorder="little").tobytes())
-    valid = pa.py_buffer(np.packbits(~deletes, bitorder="little").tobytes())
-    deleted = pa.Array.from_buffers(pa.bool_(), rows, [None, bits], 0)
-    return deleted, valid, int(np.count_nonzero(deletes))
+    bits = np.packbits(deletes, bitorder="little")
+    deleted = pa.Array.from_buffers(pa.bool_(), rows, [None, pa.py_buffer(bits)], 0)
+    return deleted, pa.py_buffer(~bits), int(np.count_nonzero(deletes))
 
 
 def _binary(

@@ -1,10 +1,10 @@
 /* Rows of a block as Python objects, made from its columns in one pass; columns, made from such objects or from those of
 other blocks.
 
-The functions here do what block_changes and block_items of upr_client/changes/events.py, row_numbers of upr_client/arrow.py, and pairs_bytes, blocks_of_pairs, build_block,
-join_blocks and check_block of block.py, do in Python, and nothing else: those are the reference. What contradicts itself or is out of its
-range is not for this module: then it returns None, the caller asks the reference, and so both always agree. Every offset is
-compared with the end of its column before anything is read there.
+The functions here do what block_changes and block_items of upr_client/changes/events.py, row_numbers of upr_client/arrow.py,
+and pairs_bytes, blocks_of_pairs, build_block, join_blocks and check_block of block.py, do in Python, and nothing else: those
+are the reference. What contradicts itself or is out of its range is not for this module: then it returns None, the caller asks
+the reference, and so both always agree. Every offset is compared with the end of its column before anything is read there.
 */
 
 #define PY_SSIZE_T_CLEAN
@@ -452,7 +452,8 @@ put_number(char *column, Py_ssize_t index, uint32_t number)
 }
 
 PyDoc_STRVAR(numbers_doc, "numbers(runs, seqnos, rows)\n--\n\n"
-                          "Return each row's partition as uint32, seqno and time as uint64, or None if there are not so many rows.");
+                          "Return each row's partition as uint32, its seqno and its run's time as uint64: the bytes of each column.\n"
+                          "None if there are not so many rows.");
 
 static PyObject *
 numbers(PyObject *module, PyObject *const *args, Py_ssize_t count)

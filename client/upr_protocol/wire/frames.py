@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from upr_protocol.wire.v1.change_stream_service_pb2 import FollowRequest, FollowResponse
 from upr_protocol.wire.v1.change_stream_service_pb2_grpc import ChangeStreamServiceStub
 
-LARGE_BYTES: Final = 64 * 1024
+LARGE_BYTES: Final = 128 * 1024
 """Frames whose blocks have fewer bytes on average are read by protobuf: what it does for each field is faster."""
 
 _FRAME_TAG, _BLOCK_TAG, _TOKENS_TAG, _PURGE_SEQNOS_TAG, _CREDIT_TAG = 0x1A, 0x0A, 0x12, 0x1A, 0x28
