@@ -39,7 +39,7 @@ from upr_client.endpoints import (
 )
 from upr_client.server_choice import Route, Servers
 from upr_protocol.errors import BehindError, ClosedError, UnavailableError, UprError
-from upr_protocol.wire.frames import FollowerStub
+from upr_protocol.wire.frames import follower_stub
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -50,7 +50,7 @@ from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub
 
 _logger = logging.getLogger("upr_client")
 
-_STUBS = (FollowerStub, KeyValueServiceStub, AdminServiceStub, ReplicaServiceStub)
+_STUBS = (follower_stub, KeyValueServiceStub, AdminServiceStub, ReplicaServiceStub)
 _STREAMS = frozenset({"Follow", "Write"})
 _LEAST_SECONDS = 0.001
 _ACTIVE = types_pb2.PARTITION_STATE_ACTIVE

@@ -68,16 +68,15 @@ def response_of(data: bytes) -> Any:
     return FollowResponse.FromString(data)
 
 
-class FollowerStub(ChangeStreamServiceStub):
-    """As the generated one, but that ``Follow`` gives ``response_of``."""
-
-    def __init__(self, channel: Any) -> None:
-        super().__init__(channel)  # type: ignore[call-arg]
-        self.Follow = channel.stream_stream(
-            "/upr.v1.ChangeStreamService/Follow",
-            request_serializer=FollowRequest.SerializeToString,
-            response_deserializer=response_of,
-        )
+def follower_stub(channel: Any) -> Any:
+    """Return the generated stub of a channel, but that its ``Follow`` gives what ``response_of`` returns."""
+    stub: Any = ChangeStreamServiceStub(channel)
+    stub.Follow = channel.stream_stream(
+        "/upr.v1.ChangeStreamService/Follow",
+        request_serializer=FollowRequest.SerializeToString,
+        response_deserializer=response_of,
+    )
+    return stub
 
 
 # All raise IndexError where a message is not what encode_frame and protobuf write: each field once, in ascending order.

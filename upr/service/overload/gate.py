@@ -178,7 +178,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 try:
                     return await work(requests, context, permit, opened)
                 except UprError as error:
-                    failure = error
+                    # Its traceback would hold this frame, which holds it.
+                    failure = error.with_traceback(None)
                 except (grpc.aio.BaseError, grpc.RpcError):
                     raise
                 except Exception as error:
