@@ -446,7 +446,9 @@ class ServerCall:
         return self._messages.popleft() if self._messages else grpc.aio.EOF
 
     async def write(self, message: Any) -> None:
-        self.to_client.send(self._call.arrived, self._serialize(message))
+        # Without a serializer they are bytes already.
+        data = self._serialize(message) if self._serialize else message
+        self.to_client.send(self._call.arrived, data)
         await self.to_client.room()
         await asyncio.sleep(0)
 
