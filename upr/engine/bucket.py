@@ -16,7 +16,7 @@ from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Copies, Durabl
 from upr.engine.producers import Known, NewestNumbers, Producer, ProducerCall, producer_bytes
 from upr.engine.streams import HISTORY_CHANGED, NOT_ACTIVE
 from upr.engine.tail import Tail, TailEntry
-from upr.storage.blocks import FEW_RUNS, Compress, Encoded, joined_runs, put_ends
+from upr.storage.blocks import FEW_ENDS, FEW_RUNS, Compress, Encoded, joined_runs, put_ends
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
 from upr.storage.journal import Commit, JournalEntry, NumberedWrite
 from upr.storage.keyspace import ProducerNumbers, ProducerRow
@@ -445,9 +445,10 @@ class Bucket:
     def _numbered(self, runs: Runs, now: int) -> Runs:
         """Give seqnos to the rows of a table, and return it with them."""
         table = self.partitions
-        if len(runs) <= FEW_RUNS:
+        if len(runs) <= FEW_ENDS:
             told = runs.tolist()
-            ends = [int(table.high[p]) + count for p, count, *_ in told]
+            high = table.high.item
+            ends = [high(p) + count for p, count, *_ in told]
             runs = np.frombuffer(
                 b"".join(
                     [
@@ -475,9 +476,9 @@ class Bucket:
         table = self.partitions
         refusing = call.refusing if call is not None else ()
         if len(block.runs) <= FEW_RUNS and not refusing and short is None:
-            state, high = table.state, table.high
+            state, high = table.state.item, table.high.item
             told = block.runs.tolist()
-            if all([state[p] == ACTIVE and high[p] + n <= SEQNO_MAX for p, n, *_ in told]):
+            if all([state(p) == ACTIVE and high(p) + n <= SEQNO_MAX for p, n, *_ in told]):
                 return block, {}
         partitions = block.runs["partition"]
         admitted = table.state[partitions] == ACTIVE

@@ -262,8 +262,9 @@ class TailReaders:
         if len(entry.runs) > FEW_RUNS or not self._showing.as_they_are:
             return None
         few = entry.runs.tolist()
+        member, reached = group.members.item, seqno.item
         for partition, _, start, *_ in few:
-            if not group.members[partition] or seqno[partition] > start:
+            if not member(partition) or reached(partition) > start:
                 return None
         place, is_shared = (first, self._showing.writes), len(self._followers) > 1
         if is_shared and isinstance(known := self._tail.shared.get(place), Selection):

@@ -32,8 +32,10 @@ HASHED_BYTES = 2**20
 """Keys that are hashed in one step."""
 COPIED_BYTES = 8 * 2**10
 """Columns at least this large on average are copied by Arrow; a call of it costs more than to join smaller ones."""
-FEW_RUNS = 4
-"""Runs up to which a loop costs less than arrays."""
+FEW_RUNS = 16
+"""Runs up to which to look at each as plain numbers costs less than arrays, where the processor did something else before."""
+FEW_ENDS = 4
+"""Runs up to which that is so where each is noted in tables."""
 HEAD_BYTES = 2 + RUN.itemsize
 PEEK_BYTES = 128
 """Bytes in front of a block that also hold its uncompressed size."""
@@ -163,7 +165,7 @@ def are_complete(runs: Runs) -> bool:
 
 def put_ends(runs: Runs, *tables: U64) -> None:
     """Note where runs end, in tables with an item for each partition; of a partition's several runs the last one counts."""
-    if len(runs) <= FEW_RUNS:
+    if len(runs) <= FEW_ENDS:
         for partition, _, _, end, *_ in runs.tolist():
             for table in tables:
                 table[partition] = end
