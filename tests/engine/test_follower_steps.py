@@ -19,7 +19,7 @@ from tests.raw import all_rows
 from upr.engine.bucket import Bucket
 from upr.engine.follower import FRAMES_UNTIL_JOINED, READ_PARTITIONS, Follower
 from upr.engine.partitions import REPLICA
-from upr.engine.streams import FollowOptions, Refused, RolledBack, Started, StartRequest
+from upr.engine.streams import STOPPED, FollowOptions, Refused, RolledBack, Started, StartRequest
 from upr.engine.tail import MARK_EVERY
 from upr.engine.tail_readers import ENTRIES_AT_ONCE
 from upr.storage.blocks import Encoded
@@ -244,6 +244,23 @@ def test_until_in_the_tail_sends_nothing_above_its_end() -> None:
     assert frame is not None
     assert [r[1] for r in all_rows(map(decode_block, frame.blocks))] == [1, 2, 3]
     assert [ended.why.reason for ended in follower.take_ended()] == ["FINISHED"]
+
+
+def test_streams_that_end_one_after_the_other_are_told_together() -> None:
+    b = bucket()
+    write(b, MINE)
+    commit(b)
+    follower = Follower(b, FollowOptions(memory=True), CreditWindow(1 << 20), lambda: None)
+    asks = [StartRequest(p, None, 0, None, from_now=True, until_now=True) for p in range(MINE, 12)]
+    follower.start(asks)
+    follower.start([StartRequest(OTHER, None, 0, None)])
+    follower.end_streams([OTHER], STOPPED)
+    follower.start(asks[:2])
+    first, stopped, again = follower.take_ended()
+    assert [partition for partition, _, _ in first.streams] == [ask.partition for ask in asks]
+    assert [seqno for _, _, seqno in first.streams] == [1] + [0] * (len(asks) - 1)
+    assert (stopped.why, [stream[0] for stream in stopped.streams]) == (STOPPED, [OTHER])
+    assert [partition for partition, _, _ in again.streams] == [ask.partition for ask in asks[:2]]
 
 
 def test_reads_of_the_store_take_turns() -> None:

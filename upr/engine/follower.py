@@ -397,7 +397,12 @@ class Follower:
         streams = self._close(partitions)
         if streams:
             self._finished = self._finished or why is FINISHED
-            self._ended.append(Ended(streams, why))
+            last = self._ended[-1] if self._ended else None
+            if last is not None and last.why is why and len(last.streams) < PARTITIONS:
+                # Each Ended is a message: of streams that begin at their end there may be one for each partition.
+                last.streams.extend(streams)
+            else:
+                self._ended.append(Ended(streams, why))
 
     def _close(self, partitions: Iterable[int]) -> list[tuple[int, int, int]]:
         """Close the open streams among these, and return them as ``Ended.streams``."""
