@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Final
 
 from tools.bench.common import say
-from tools.bench.peers.measures import ARROW, MEASURES, OBJECTS, OURS, Measured
+from tools.bench.peers.measures import ARROW, LONG, MEASURES, OBJECTS, OURS, Measured
 from tools.bench.peers.servers import KINDS, MissingServerError, program
 
 RUNS: Final = 3
@@ -26,7 +26,7 @@ def measured(measures: Iterable[str], names: Iterable[str], runs: int) -> dict[s
                     continue
                 load = os.getloadavg()[0]
                 say(f"run {run} of {runs}: {measure}, {name} (load {load:.1f})")
-                found[name] += MEASURES[measure](name)
+                found[name] += (MEASURES | LONG)[measure](name)
     return found
 
 
@@ -98,7 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/dev.py bench peers", description=__doc__)
     peers = [name for name in KINDS if name != OURS]
     parser.add_argument("--peers", default=",".join(peers), help="some of " + ",".join(peers))
-    parser.add_argument("--only", choices=MEASURES, action="append", help="a part of it")
+    parser.add_argument("--only", choices=MEASURES | LONG, action="append", help="a part of it")
     parser.add_argument("--runs", type=int, default=RUNS, help="the table has the medians")
     parser.add_argument("--json", action="store_true", help="one JSON document, with every run")
     options = parser.parse_args()

@@ -28,6 +28,7 @@ PER_SECOND: Final = 1_000
 TAIL_SECONDS: Final = 5.0
 TAIL_LIMIT_SECONDS: Final = 60.0
 CONSUMERS: Final = 8
+LARGE_ROWS: Final = 10_000_000
 OURS: Final = next(iter(KINDS))
 OBJECTS: Final = "objects"
 ARROW: Final = "Arrow"
@@ -171,19 +172,19 @@ def _forms(name: str) -> Iterator[tuple[bool, str]]:
         yield True, ARROW
 
 
-async def _bulk(name: str, peer: Running, rows: list[Row]) -> Iterator[Measured]:
+async def _bulk(name: str, peer: Running, rows: list[Row], of: str = "") -> Iterator[Measured]:
     lanes = dealt(rows)
     timer = Timer(peer)
     async with connected(name, peer.address) as store:
         await write_all(store, lanes)
-        ingest = timer.figure("bulk ingest", len(rows) / timer.seconds(), "rows/s")
+        ingest = timer.figure(f"bulk ingest{of}", len(rows) / timer.seconds(), "rows/s")
     drains = []
     for arrow, form in _forms(name):
         drained, timer = Drained(), Timer(peer)
         async with connected(name, peer.address) as store:
             await drained.read(store, len(rows), arrow=arrow)
             rate = drained.rows / timer.seconds()
-            drains.append(timer.figure(f"drain to {form}", rate, "rows/s"))
+            drains.append(timer.figure(f"drain{of} to {form}", rate, "rows/s"))
         _check(rows, drained.live())
     return iter([ingest, *drains])
 
@@ -251,6 +252,13 @@ def bulk(name: str) -> Iterator[Measured]:
         yield from asyncio.run(_bulk(name, peer, rows))
         for arrow, form in _forms(name) if MANY not in KINDS[name].lacks else ():
             yield _consumers(name, peer, rows, arrow, form)
+
+
+def large(name: str) -> Iterator[Measured]:
+    """The same workload, of so many rows that the store is busy with older ones while it is written."""
+    rows = zipfian_rows(LARGE_ROWS)
+    with running(name) as peer:
+        yield from asyncio.run(_bulk(name, peer, rows, f" of {LARGE_ROWS:,} rows"))
 
 
 # One row at a time, from end to end.
@@ -389,3 +397,5 @@ def gets(name: str) -> Iterator[Measured]:
 
 
 MEASURES: Final = {"singles": singles, "bulk": bulk, "tail": tail, "resume": resume, "get": gets}
+LONG: Final = {"large": large}
+"""Measures that take some minutes a store, so that they are taken only when they are asked for."""

@@ -217,14 +217,15 @@ def running(name: str) -> Iterator[Running]:
 def _running_peer(kind: Kind, folder: Path) -> Iterator[Running]:
     name = kind.command[0]
     found = program(name, kind.package)
-    user = None
+    as_user: list[str] = []
     if name == "postgres":
-        # It refuses to run as root, and Debian's package makes this user.
-        user = "postgres" if os.getuid() == 0 else None
-        if user:
-            shutil.chown(folder, user)
+        if os.getuid() == 0:
+            # It refuses to run as root, and Debian's package makes this user. Python would fork to change it, which a
+            # process that uses gRPC may not survive.
+            as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--init-groups"]
+            shutil.chown(folder, "postgres")
         prepare = [program("initdb", kind.package), "-A", "trust", "-U", "postgres", str(folder)]
-        subprocess.run(prepare, user=user, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*as_user, *prepare], check=True, stdout=subprocess.DEVNULL)
     values = {name: str(free_port()) for name in (_PORT, _NAMES_PORT, _NODES_PORT)}
     values[_FOLDER] = str(folder)
 
@@ -237,7 +238,9 @@ def _running_peer(kind: Kind, folder: Path) -> Iterator[Running]:
     with ExitStack() as stack, (folder / "bench.log").open("wb") as log:
 
         def start(command: list[str], port: str) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(command, user=user, env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                [*as_user, *command], env=environment, stdout=log, stderr=log
+            )
             stack.callback(_stop, process)
             _wait_until_open(process, int(port), folder / "bench.log")
             return process
