@@ -2,8 +2,8 @@
 other blocks.
 
 The functions here do what block_changes and block_items of upr_client/changes/events.py, row_numbers of upr_client/arrow.py,
-and pairs_bytes, blocks_of_pairs, build_block, join_blocks and check_block of block.py, do in Python, and nothing else: those
-are the reference. What contradicts itself or is out of its range is not for this module: then it returns None, the caller asks
+and pairs_bytes, blocks_of_pairs, build_block, join_blocks and check_block of block.py, do in Python, and, in a server, put_ends of
+upr/storage/blocks.py, and what upr/engine/bucket.py does to number a write; and nothing else: those are the reference. What contradicts itself or is out of its range is not for this module: then it returns None, the caller asks
 the reference, and so both always agree. Every offset is compared with the end of its column before anything is read there.
 */
 
@@ -20,7 +20,7 @@ the reference, and so both always agree. Every offset is compared with the end o
 #error "lists are filled here without a lock"
 #endif
 
-enum { RUN_BYTES = 40, COUNT_AT = 4, START_AT = 8, TIME_AT = 32 };
+enum { RUN_BYTES = 40, COUNT_AT = 4, START_AT = 8, END_AT = 16, HORIZON_AT = 24, TIME_AT = 32 };
 enum { FIELDS = 5, OP_DELETE = 1 };
 /* As in limits.py and block.py. */
 enum { PARTITIONS = 1024, KEY_BYTES_MAX = 4096, VALUE_BYTES_MAX = 20 << 20, ROW_BYTES = 9, BLOCK_ROWS_MAX = 1 << 18 };
@@ -1008,12 +1008,149 @@ sound(PyObject *module, PyObject *const *args, Py_ssize_t count)
                                              VALUE_BYTES_MAX));
 }
 
+/* What a server keeps for each partition, as one number of this size each; NULL with an exception. */
+static char *
+table_of(PyObject *object, Py_buffer *view, int item_bytes, int flags)
+{
+    if (PyObject_GetBuffer(object, view, flags) < 0) {
+        return NULL;
+    }
+    if (view->len != (Py_ssize_t)item_bytes * PARTITIONS) {
+        PyErr_SetString(PyExc_ValueError, "a table has another size than one number for each partition");
+        PyBuffer_Release(view);
+        return NULL;
+    }
+    return view->buf;
+}
+
+/* The bytes of a run table whose partitions all exist, and the number of its runs; NULL for any other object. */
+static const char *
+table_runs(PyObject *object, Py_ssize_t *count)
+{
+    Py_ssize_t size;
+    const char *runs = column_of(object, &size);
+    if (runs == NULL || size % RUN_BYTES) {
+        return NULL;
+    }
+    *count = size / RUN_BYTES;
+    for (Py_ssize_t at = 0; at < *count; at++) {
+        if (number_at(runs + at * RUN_BYTES, 0) >= PARTITIONS) {
+            return NULL;
+        }
+    }
+    return runs;
+}
+
+PyDoc_STRVAR(admitted_doc, "admitted(runs, active, states, highs)\n--\n\n"
+                           "Return whether each partition of a run table has the state active, and room for the rows below its last seqno.");
+
+static PyObject *
+admitted(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "admitted takes a run table, a state, and each partition's state and high seqno");
+        return NULL;
+    }
+    Py_ssize_t runs_count;
+    const char *runs = table_runs(args[0], &runs_count);
+    long active = PyLong_AsLong(args[1]);
+    if (runs == NULL || PyErr_Occurred()) {
+        return PyErr_Occurred() ? NULL : PyBool_FromLong(0);
+    }
+    Py_buffer state_view, high_view;
+    const unsigned char *states = (unsigned char *)table_of(args[2], &state_view, 1, PyBUF_SIMPLE);
+    if (states == NULL) {
+        return NULL;
+    }
+    const char *highs = table_of(args[3], &high_view, 8, PyBUF_SIMPLE);
+    if (highs == NULL) {
+        PyBuffer_Release(&state_view);
+        return NULL;
+    }
+    int all = 1;
+    for (Py_ssize_t at = 0; at < runs_count; at++) {
+        const char *run = runs + at * RUN_BYTES;
+        uint32_t partition = number_at(run, 0), rows = number_at(run + COUNT_AT, 0);
+        uint64_t high = long_at(highs + 8 * partition);
+        all &= states[partition] == active && high <= SEQNO_MAX && rows <= SEQNO_MAX - high;
+    }
+    PyBuffer_Release(&state_view);
+    PyBuffer_Release(&high_view);
+    return PyBool_FromLong(all);
+}
+
+PyDoc_STRVAR(numbered_doc, "numbered(runs, time, highs)\n--\n\n"
+                           "Return a run table whose rows have the seqnos above each partition's high one, and a time. None if it has no runs.");
+
+static PyObject *
+numbered(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "numbered takes a run table, a time, and each partition's high seqno");
+        return NULL;
+    }
+    Py_ssize_t runs_count;
+    const char *runs = table_runs(args[0], &runs_count);
+    uint64_t time = PyLong_AsUnsignedLongLong(args[1]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (runs == NULL) {
+        Py_RETURN_NONE;
+    }
+    Py_buffer view;
+    const char *highs = table_of(args[2], &view, 8, PyBUF_SIMPLE);
+    if (highs == NULL) {
+        return NULL;
+    }
+    PyObject *made = PyBytes_FromStringAndSize(runs, runs_count * RUN_BYTES);
+    for (Py_ssize_t at = 0; made != NULL && at < runs_count; at++) {
+        char *run = PyBytes_AS_STRING(made) + at * RUN_BYTES;
+        uint64_t start = long_at(highs + 8 * number_at(run, 0)), end = start + number_at(run + COUNT_AT, 0);
+        memcpy(run + START_AT, &start, sizeof start);
+        memcpy(run + END_AT, &end, sizeof end);
+        memcpy(run + HORIZON_AT, &end, sizeof end);
+        memcpy(run + TIME_AT, &time, sizeof time);
+    }
+    PyBuffer_Release(&view);
+    return made;
+}
+
+PyDoc_STRVAR(put_ends_doc, "put_ends(runs, *tables)\n--\n\n"
+                           "Note in each table, of a uint64 for each partition, where the runs end. Return whether that was done.");
+
+static PyObject *
+put_ends(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    Py_ssize_t runs_count;
+    const char *runs = count ? table_runs(args[0], &runs_count) : NULL;
+    if (runs == NULL) {
+        Py_RETURN_FALSE;
+    }
+    for (Py_ssize_t table = 1; table < count; table++) {
+        Py_buffer view;
+        char *ends = table_of(args[table], &view, 8, PyBUF_WRITABLE);
+        if (ends == NULL) {
+            return NULL;
+        }
+        for (Py_ssize_t at = 0; at < runs_count; at++) {
+            const char *run = runs + at * RUN_BYTES;
+            memcpy(ends + 8 * number_at(run, 0), run + END_AT, 8);
+        }
+        PyBuffer_Release(&view);
+    }
+    Py_RETURN_TRUE;
+}
+
 static PyMethodDef methods[] = {
+    {"admitted", (PyCFunction)(void (*)(void))admitted, METH_FASTCALL, admitted_doc},
     {"columns", (PyCFunction)(void (*)(void))columns, METH_FASTCALL, columns_doc},
     {"items", (PyCFunction)(void (*)(void))items, METH_FASTCALL, items_doc},
     {"joined", (PyCFunction)(void (*)(void))joined, METH_FASTCALL, joined_doc},
     {"numbers", (PyCFunction)(void (*)(void))numbers, METH_FASTCALL, numbers_doc},
+    {"numbered", (PyCFunction)(void (*)(void))numbered, METH_FASTCALL, numbered_doc},
     {"packed", (PyCFunction)(void (*)(void))packed, METH_FASTCALL, packed_doc},
+    {"put_ends", (PyCFunction)(void (*)(void))put_ends, METH_FASTCALL, put_ends_doc},
     {"rows", (PyCFunction)(void (*)(void))rows, METH_FASTCALL, rows_doc},
     {"size", size, METH_O, size_doc},
     {"sound", (PyCFunction)(void (*)(void))sound, METH_FASTCALL, sound_doc},

@@ -3,8 +3,13 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-Columns = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
+import numpy as np
+import numpy.typing as npt
 
+Columns = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
+Table = npt.NDArray[np.uint64]
+
+def admitted(runs: bytes, active: int, states: npt.NDArray[np.uint8], highs: Table, /) -> bool: ...
 def columns(
     keys: Sequence[bytes], values: Sequence[bytes | None], partitions: bytes | None, /
 ) -> Columns | None: ...
@@ -19,7 +24,9 @@ def items(
     /,
 ) -> list[tuple[bytes, bytes | None]] | None: ...
 def joined(blocks: list[Columns], dated: bool, /) -> Columns | None: ...
+def numbered(runs: bytes, time: int, highs: Table, /) -> bytes | None: ...
 def packed(rows: list[tuple[bytes, bytes | None]], first: int, most: int, /) -> Columns | None: ...
+def put_ends(runs: bytes, /, *tables: Table) -> bool: ...
 
 T = TypeVar("T", bound=tuple[object, ...])
 

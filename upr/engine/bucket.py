@@ -16,12 +16,12 @@ from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Copies, Durabl
 from upr.engine.producers import Known, NewestNumbers, Producer, ProducerCall, producer_bytes
 from upr.engine.streams import HISTORY_CHANGED, NOT_ACTIVE
 from upr.engine.tail import Tail, TailEntry
-from upr.storage.blocks import FEW_ENDS, FEW_RUNS, Compress, Encoded, joined_runs, put_ends
+from upr.storage.blocks import Compress, Encoded, joined_runs, put_ends
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
 from upr.storage.journal import Commit, JournalEntry, NumberedWrite
 from upr.storage.keyspace import ProducerNumbers, ProducerRow
 from upr.storage.store import Identity
-from upr_protocol.block import I64, RUN, RUN_FIELDS, U64, Block, Runs, select_runs
+from upr_protocol.block import COMPILED, I64, RUN, U64, Block, Runs, select_runs
 from upr_protocol.errors import (
     OutOfOrderError,
     ProtocolError,
@@ -445,27 +445,18 @@ class Bucket:
     def _numbered(self, runs: Runs, now: int) -> Runs:
         """Give seqnos to the rows of a table, and return it with them."""
         table = self.partitions
-        if len(runs) <= FEW_ENDS:
-            told = runs.tolist()
-            high = table.high.item
-            ends = [high(p) + count for p, count, *_ in told]
-            runs = np.frombuffer(
-                b"".join(
-                    [
-                        RUN_FIELDS.pack(p, count, end - count, end, end, now)
-                        for (p, count, *_), end in zip(told, ends, strict=True)
-                    ]
-                ),
-                RUN,
-            )
-            put_ends(runs, table.high, table.complete, table.horizon)
-            return runs
-        partitions = runs["partition"]
-        runs = runs.copy()
-        runs["start_seqno"] = table.high[partitions]
-        runs["end_seqno"] = runs["start_seqno"] + runs["count"]
-        runs["horizon"] = runs["end_seqno"]
-        runs["time"] = now
+        made = None
+        if COMPILED is not None:
+            # Of more than 500 numbers numpy lets the other threads run in each of these steps, and waits for them.
+            made = COMPILED.numbered(runs.tobytes(), now, table.high)
+        if made is not None:
+            runs = np.frombuffer(made, RUN)
+        else:
+            runs = runs.copy()
+            runs["start_seqno"] = table.high[runs["partition"]]
+            runs["end_seqno"] = runs["start_seqno"] + runs["count"]
+            runs["horizon"] = runs["end_seqno"]
+            runs["time"] = now
         put_ends(runs, table.high, table.complete, table.horizon)
         return runs
 
@@ -475,11 +466,13 @@ class Bucket:
         """Return which runs of a block can be numbered, and the errors of the others; with ``short`` none can."""
         table = self.partitions
         refusing = call.refusing if call is not None else ()
-        if len(block.runs) <= FEW_RUNS and not refusing and short is None:
-            state, high = table.state.item, table.high.item
-            told = block.runs.tolist()
-            if all([state(p) == ACTIVE and high(p) + n <= SEQNO_MAX for p, n, *_ in told]):
-                return block, {}
+        if (
+            COMPILED is not None
+            and not refusing
+            and short is None
+            and COMPILED.admitted(block.runs.tobytes(), ACTIVE, table.state, table.high)
+        ):
+            return block, {}
         partitions = block.runs["partition"]
         admitted = table.state[partitions] == ACTIVE
         room = table.high[partitions] + block.runs["count"] <= SEQNO_MAX

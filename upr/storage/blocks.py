@@ -11,7 +11,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from upr.storage import keyspace
-from upr_protocol.block import I64, RUN, RUN_FIELDS, U32, U64, FurtherColumn, Runs, make_runs
+from upr_protocol.block import (
+    COMPILED,
+    I64,
+    RUN,
+    RUN_FIELDS,
+    U32,
+    U64,
+    FurtherColumn,
+    Runs,
+    make_runs,
+)
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, RUN_SPAN_MAX
 from upr_protocol.wire.codec import (
@@ -34,8 +44,6 @@ COPIED_BYTES = 8 * 2**10
 """Columns at least this large on average are copied by Arrow; a call of it costs more than to join smaller ones."""
 FEW_RUNS = 16
 """Runs up to which to look at each as plain numbers costs less than arrays, where the processor did something else before."""
-FEW_ENDS = 4
-"""Runs up to which that is so where each is noted in tables."""
 HEAD_BYTES = 2 + RUN.itemsize
 PEEK_BYTES = 128
 """Bytes in front of a block that also hold its uncompressed size."""
@@ -165,10 +173,7 @@ def are_complete(runs: Runs) -> bool:
 
 def put_ends(runs: Runs, *tables: U64) -> None:
     """Note where runs end, in tables with an item for each partition; of a partition's several runs the last one counts."""
-    if len(runs) <= FEW_ENDS:
-        for partition, _, _, end, *_ in runs.tolist():
-            for table in tables:
-                table[partition] = end
+    if COMPILED is not None and COMPILED.put_ends(runs.tobytes(), *tables):
         return
     # For a repeated index numpy keeps the last assignment.
     partitions, ends = runs["partition"], runs["end_seqno"]

@@ -92,7 +92,10 @@ def joined(*tables: Numbers) -> Numbers:
 
 def merged(old: Numbers, part: Numbers, counts: Counts) -> Numbers:
     """Return the newer table of a slot, with what only the stored one has: partitions, and larger numbers that count."""
-    if np.array_equal(old["partition"], part["partition"]) and (old["number"] <= part["number"]).all():
+    if (
+        np.array_equal(old["partition"], part["partition"])
+        and (old["number"] <= part["number"]).all()
+    ):
         # So it is at nearly each flush of a producer that goes on, and the rest takes half a millisecond a slot.
         return part
     _, new, had = np.intersect1d(
