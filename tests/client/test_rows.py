@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import upr_protocol
 from tools.build_rows import SOURCE, compiled
 from upr_client import arrow
 from upr_client.changes import events
@@ -162,6 +164,19 @@ def test_columns_that_do_not_fit_give_what_the_reference_gives(
     assert outcome(lambda: block_changes(block)) == outcome(lambda: changes_in_python(block))
     assert outcome(lambda: block_items(block)) == outcome(lambda: items_in_python(block))
     assert outcome(lambda: numbers(block)) == reference(lambda: numbers(block))
+
+
+def test_a_module_that_lacks_a_function_is_not_used(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UPR_PURE_PYTHON", raising=False)
+    functions = {name: made for name, made in vars(module).items() if name[0] != "_"}
+    monkeypatch.setattr(upr_protocol, "_rows", SimpleNamespace(**functions), raising=False)
+    assert block_module._compiled() is not None
+    # What a build before this one left.
+    del functions["numbers"]
+    monkeypatch.setattr(upr_protocol, "_rows", SimpleNamespace(**functions), raising=False)
+    assert block_module._compiled() is None
 
 
 class Text(bytes):

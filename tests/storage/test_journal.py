@@ -3,6 +3,8 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -384,20 +386,51 @@ def test_a_segment_is_asked_whether_it_is_there_only_where_its_folder_changed(
         return fstat(fd)
 
     monkeypatch.setattr(os, "fstat", counted)
+    # The time of a folder that changed just now may be that of its next change too.
+    os.utime(tmp_path / "j", ns=(1, 1))
     for number in range(1, 4):
         journal.append(commit(number))
     assert asked == 1
     (tmp_path / "j" / "other").touch()
     journal.append(commit(4))
     journal.append(commit(5))
-    assert asked == 2
-    (tmp_path / "j").rename(tmp_path / "moved")
-    journal.append(commit(6))
     assert asked == 3
+    os.utime(tmp_path / "j", ns=(2, 2))
+    journal.append(commit(6))
+    journal.append(commit(7))
+    assert asked == 4
+    (tmp_path / "j").rename(tmp_path / "moved")
+    journal.append(commit(8))
+    assert asked == 5
     for segment in (tmp_path / "moved").glob("*.journal"):
         segment.unlink()
     with pytest.raises(StorageFailedError, match="deleted"):
-        journal.append(commit(7))
+        journal.append(commit(9))
+    journal.close()
+
+
+@pytest.mark.parametrize("step", [4 * 10**6, 10**9])
+def test_a_segment_that_is_deleted_right_after_another_change_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Older kernels, and some file systems, count the times of files in steps."""
+    folder = tmp_path / "j"
+    journal = Journal(folder, VERSION)
+    list(journal.replay())
+    (segment,) = folder.iterdir()
+    stat = os.stat
+    # Both changes in one step.
+    changed = folder.stat().st_mtime_ns // step * step
+
+    def in_steps(path: Any, **options: Any) -> Any:
+        found = stat(path, **options)
+        return SimpleNamespace(st_mtime_ns=changed) if path == folder else found
+
+    monkeypatch.setattr(os, "stat", in_steps)
+    journal.append(commit(1))
+    segment.unlink()
+    with pytest.raises(StorageFailedError, match="deleted"):
+        journal.append(commit(2))
     journal.close()
 
 

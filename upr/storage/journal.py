@@ -50,6 +50,8 @@ ROOM_BYTES = 2**20
 """Most room that is made at once."""
 ROOM_RECORD_BYTES = 64 * 2**10
 """Size of a record from which no room is made for it, as the time of its sync goes with its bytes; and the least room."""
+TICK_NANOSECONDS = 20 * 10**6
+"""More than the step in which Linux before 6.13 counts the times of files."""
 
 
 class NumberedWrite(NamedTuple):
@@ -467,10 +469,13 @@ class Journal:
         """
         before = self._folder_time
         try:
-            self._folder_time = os.stat(self._folder).st_mtime_ns
+            told = os.stat(self._folder).st_mtime_ns
         except OSError:
             return True
-        return self._folder_time != before
+        # A change right after another one may get the same time: within a step, a second where the file system has no less.
+        step = TICK_NANOSECONDS if told % 10**9 else 2 * 10**9
+        self._folder_time = told if time.time_ns() - told > step else 0
+        return told != before
 
     def _make_room(self, fd: int) -> None:
         # As much as there is already, so that a journal of few small records is written twice at most.
