@@ -28,12 +28,16 @@ from tests.service.pages import http_of
 from upr.cli import admin
 from upr.service.access.files import Watched, signature
 from upr.service.access.identities import add_identity, revoke_identity
-from upr.service.access.rules import RULES, Scope
+from upr.service.access.rules import RULES, Access, Permit, Scope
+from upr.service.overload.callers import Callers
+from upr.service.overload.gate import Gate, Opened
+from upr.service.overload.intake import Intake
 from upr_client import AsyncClient, Client
 from upr_client.errors import (
     BucketNotFoundError,
     InvalidArgumentError,
     PermissionDeniedError,
+    TooManyError,
     UnauthenticatedError,
     UnavailableError,
     UprError,
@@ -377,6 +381,54 @@ async def test_streams_of_a_revoked_identity_end(guarded: Guarded) -> None:
         assert (await owner.admin.status()).follow_calls == 1
         staying.cancel()
         await asyncio.gather(staying, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_call_whose_error_is_on_its_way_is_not_ended_again(tmp_path: Path) -> None:
+    """gRPC takes one end of a call, and the call counts until its client has taken that."""
+    file = tmp_path / "identities"
+    token = add_identity(file, "root", dict.fromkeys(("admin",)))
+    access = Access(file)
+    callers = Callers()
+    gate = Gate(Intake(), callers, {}, access)
+    told: list[str] = []
+    taken = asyncio.Event()
+
+    class Context:
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            return metadata(token)
+
+        async def abort(self, code: object, words: str, *_: object) -> None:
+            told.append(words)
+            await taken.wait()
+            raise grpc.aio.AbortError
+
+    async def work(requests: Any, context: Any, permit: Permit, opened: Opened) -> None:
+        opened.append(callers.open("Follow", "a"))
+        raise TooManyError("no more")
+
+    context: Any = Context()
+    call = asyncio.create_task(
+        gate._admitted("/upr.v1.AdminService/GetStatus", work)(None, context)
+    )
+    await until(lambda: bool(told))
+    revoke_identity(file, "root")
+    assert access.watched is not None
+    # A file is taken when it was seen unchanged.
+    await access.watched.look()
+    assert await access.watched.look()
+    access.identities_changed()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert callers._open
+    taken.set()
+    with pytest.raises(grpc.aio.AbortError):
+        await call
+    assert told == ["no more"]
+    assert not callers._open
 
 
 @pytest.mark.asyncio

@@ -186,6 +186,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                     # In plain words: gRPC would send the exception, with its paths.
                     log.exception("a call failed", extra={"method": method.rpartition("/")[2]})
                     failure = UprError(words_of(error), hint="see the server's log")
+                # Not ended a second time for its permit: nothing more is told than this.
+                self._access.left(permit)
                 # Here, as the status may be behind much that is unsent.
                 await abort(context, failure)
             except asyncio.CancelledError:
