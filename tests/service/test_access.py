@@ -411,9 +411,8 @@ async def test_a_call_whose_error_is_on_its_way_is_not_ended_again(tmp_path: Pat
         raise TooManyError("no more")
 
     context: Any = Context()
-    call = asyncio.create_task(
-        gate._admitted("/upr.v1.AdminService/GetStatus", work)(None, context)
-    )
+    run: Any = gate._admitted("/upr.v1.AdminService/GetStatus", work)
+    call = asyncio.create_task(run(None, context))
     await until(lambda: bool(told))
     revoke_identity(file, "root")
     assert access.watched is not None

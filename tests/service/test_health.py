@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tests.harness import WAIT_SECONDS
 from tests.service.bucket_state import connected
@@ -75,3 +75,19 @@ async def test_calls_do_not_pay_for_the_methods_of_health_and_reflection(tmp_pat
         waiting = [repr(task) for task in asyncio.all_tasks()]
         assert any("AioServer._request_call" in one for one in waiting)
         assert not any("AioServer._request_registered_call" in one for one in waiting)
+
+
+@pytest.mark.asyncio
+async def test_a_method_that_grpc_declares_and_lacks_is_unimplemented(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own code says so: a client goes on to Check. Nothing is wrong with the server."""
+    monkeypatch.setattr(health.aio.HealthServicer, "List", health_pb2_grpc.HealthServicer.List)
+    async with connected(tmp_path) as (server, _):
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            call: Any = channel.unary_unary("/grpc.health.v1.Health/List")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(b"")
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert refused.value.details() == "this server has no List"
+        assert not [one for one in caplog.records if one.levelname == "ERROR"]

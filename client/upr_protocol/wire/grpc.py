@@ -54,6 +54,7 @@ _CODES: dict[str, grpc.StatusCode] = {
     "SHUTTING_DOWN": grpc.StatusCode.UNAVAILABLE,
     "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
     "UNKNOWN_OUTCOME": grpc.StatusCode.UNKNOWN,
+    "UNIMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,
 }
 
 _CLASSES: dict[str, type[UprError]] = {

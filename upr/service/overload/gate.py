@@ -182,6 +182,10 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                     failure = error.with_traceback(None)
                 except (grpc.aio.BaseError, grpc.RpcError):
                     raise
+                except NotImplementedError:
+                    # So gRPC's services have it for a method that they lack.
+                    name = method.rpartition("/")[2]
+                    failure = UprError(f"this server has no {name}", reason="UNIMPLEMENTED")
                 except Exception as error:
                     # In plain words: gRPC would send the exception, with its paths.
                     log.exception("a call failed", extra={"method": method.rpartition("/")[2]})
