@@ -81,13 +81,13 @@ async def test_calls_do_not_pay_for_the_methods_of_health_and_reflection(tmp_pat
 async def test_a_method_that_grpc_declares_and_lacks_is_unimplemented(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own code says so: a client goes on to Check. Nothing is wrong with the server."""
-    monkeypatch.setattr(health.aio.HealthServicer, "List", health_pb2_grpc.HealthServicer.List)
+    """Its own code says so, and nothing is wrong with the server."""
+    monkeypatch.setattr(health.aio.HealthServicer, "Check", health_pb2_grpc.HealthServicer.Check)
     async with connected(tmp_path) as (server, _):
         async with grpc.aio.insecure_channel(server.address) as channel:
-            call: Any = channel.unary_unary("/grpc.health.v1.Health/List")
+            call: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call(b"")
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert refused.value.details() == "this server has no List"
+        assert refused.value.details() == "this server has no Check"
         assert not [one for one in caplog.records if one.levelname == "ERROR"]

@@ -362,8 +362,9 @@ async def test_a_message_that_comes_when_its_call_has_ended_is_taken() -> None:
     assert taken == [b"late"]
 
 
+@pytest.mark.parametrize("with_cause", [False, True])
 @pytest.mark.asyncio
-async def test_a_refusal_on_its_way_keeps_nothing_of_the_request() -> None:
+async def test_a_refusal_on_its_way_keeps_nothing_of_the_request(with_cause: bool) -> None:
     class Request:
         pass
 
@@ -372,8 +373,10 @@ async def test_a_refusal_on_its_way_keeps_nothing_of_the_request() -> None:
         try:
             try:
                 raise ValueError(request)
-            except ValueError:
-                raise InvalidArgumentError("it cannot be parsed") from None
+            except ValueError as failed:
+                raise InvalidArgumentError("it cannot be parsed") from (
+                    failed if with_cause else None
+                )
         except UprError as error:
             return error, weakref.ref(request)
 

@@ -62,7 +62,7 @@ async def abort(context: Context, error: UprError) -> NoReturn:
     """End a call with a domain error, and count it."""
     count_reason(refusals, error.reason)
     # Their frames hold the request, which may be large, until the client has taken the status.
-    error.__traceback__ = error.__context__ = None
+    error.__traceback__ = error.__context__ = error.__cause__ = None
     await context.abort(status.code_of(error), error.message, status.metadata_of(error))
 
 
