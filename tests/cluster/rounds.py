@@ -37,6 +37,7 @@ FAILS = ".fails"
 
 
 JOURNAL_BYTES = 2**18
+LIMIT_BYTES = 2**20
 """Length of a journal beside which a server's other files are small."""
 
 
@@ -245,7 +246,8 @@ class ClusterRounds:
         wait_for(lambda: size() > JOURNAL_BYTES, "a journal")
         hard = resource.prlimit(owner.pid, resource.RLIMIT_FSIZE)[1]
         with self._unchanged(), Client(owner.target) as client:
-            allow(size())
+            # Above the size of the store, which goes on.
+            allow(max(size(), LIMIT_BYTES))
             wait_for(lambda: self._problems(client) == {"NO_ROOM"}, "it to say that it is full")
             known, since = [-1], boot_seconds()
 
