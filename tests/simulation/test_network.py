@@ -6,7 +6,7 @@ from tests.simulation import worlds
 
 
 def test_clients_over_a_failing_network_have_what_is_true(tmp_path: Path) -> None:
-    counts = worlds.run_all("network", tmp_path, worlds.seeds(10, first=3))
+    counts = worlds.run_all("network", tmp_path, worlds.seeds(10, first=8))
     worlds.happened(
         counts,
         "black holes to the client",

@@ -189,7 +189,7 @@ async def test_a_writer_leaves_a_server_that_stands_still_when_another_is_active
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("upr_client._async.block_writer.QUIET_SECONDS", 0.05)
-    monkeypatch.setattr("upr_client._async.call._THERE_SECONDS", 0.2)
+    monkeypatch.setattr("upr_client._async.call._THERE_SECONDS", 1.0)
     # It is there at first, only slow; and for a while nobody else is active.
     still = KeyValueServer(Faults(unanswered=2, there=3))
     replica, active = KeyValueServer(Faults(replica=2**62)), KeyValueServer(Faults(replica=2))
