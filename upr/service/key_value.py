@@ -58,7 +58,7 @@ from upr_protocol.limits import (
     WRITES_IN_FLIGHT_MAX,
     check_name,
 )
-from upr_protocol.wire.codec import block_of_write, problem_of
+from upr_protocol.wire.codec import block_of_write, problem_of, varint_at
 from upr_protocol.wire.v1 import key_value_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
@@ -248,6 +248,7 @@ _WRITE_TAG = wire.WriteRequest.WRITE_FIELD_NUMBER << 3 | 2
 _NUMBER_TAG = wire.WriteBlock.NUMBER_FIELD_NUMBER << 3
 _BLOCK_TAG = wire.WriteBlock.BLOCK_FIELD_NUMBER << 3 | 2
 _ROWS_TAG = wire.WriteBlock.ROWS_FIELD_NUMBER << 3 | 2
+_NUMBER_BITS = 70
 OUTLINE_FIELDS = 64
 """Fields of an encoded write and its block that are looked at; with FURTHER_COLUMNS_MAX they are fewer."""
 _MEMORY = -1
@@ -769,7 +770,7 @@ def outline_of(raw: bytes) -> Outline:
             while at < end:
                 if (looked := looked + 1) > OUTLINE_FIELDS:
                     return Outline(number, True)
-                tag, at = _varint_at(raw, at)
+                tag, at = varint_at(raw, at, _NUMBER_BITS)
                 value, after = _value_at(raw, at, tag & 7)
                 if level == 1 and tag == _NUMBER_TAG:
                     number = value
@@ -787,26 +788,13 @@ def outline_of(raw: bytes) -> Outline:
     return Outline(number, rows > 1)
 
 
-def _varint_at(raw: bytes, at: int) -> tuple[int, int]:
-    """Return a number, and where it ends; IndexError where there is none."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = raw[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            # Ten bytes hold 70 bits; as in parsing, those above 64 do not count.
-            return value & (2**64 - 1), at
-    raise IndexError
-
-
 def _value_at(raw: bytes, at: int, kind: int) -> tuple[int, int]:
     """Return a field's number, or how many bytes it has, and where it ends; IndexError for an unknown wire type."""
     if kind in (1, 5):
         return 0, at + (8 if kind == 1 else 4)
     if kind not in (0, 2):
         raise IndexError
-    value, at = _varint_at(raw, at)
+    value, at = varint_at(raw, at, _NUMBER_BITS)
     return value, at + (value if kind == 2 else 0)
 
 

@@ -48,7 +48,7 @@ _PIN = struct.Struct("<HQQ")
 _HASHES = struct.Struct("<IQ")
 _HASHES_KIND = 1
 HASHES = slice(_HASHES.size, -_CRC.size)
-"""Where a stored row has the hashes of a block's keys, "<u4"."""
+"""Place in a stored row of the hashes of a block's keys, "<u4"."""
 HASHED = b"hashed"
 """Key in the table ``meta`` of the last transaction whose program knows the hashes of keys."""
 

@@ -139,7 +139,7 @@ class Connection:
         self.check_process()
 
     def check_process(self) -> None:
-        if self._process != os.getpid():
+        if self.is_foreign:
             raise ClosedError(
                 "the client was made in another process", hint="open a new one after the fork"
             )

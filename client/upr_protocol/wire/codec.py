@@ -299,14 +299,8 @@ def column_spans(data: bytes) -> Spans:
                 spans[tag >> 3] = (at, at + 4)
                 at += 4
                 continue
-            length = 0
-            for shift in range(0, 35, 7):
-                byte = data[at]
-                at += 1
-                length |= (byte & 0x7F) << shift
-                if byte < 0x80:
-                    break
-            if byte >= 0x80 or tag & 7 != 2:
+            length, at = varint_at(data, at)
+            if tag & 7 != 2:
                 raise IndexError
             if not further:
                 spans[tag >> 3] = (at, at + length)
@@ -316,6 +310,25 @@ def column_spans(data: bytes) -> Spans:
     except IndexError as error:
         raise CorruptBlockError(f"{len(data)} bytes are not a block") from error
     return spans
+
+
+def varint_at(data: bytes, at: int, bits: int = 35) -> tuple[int, int]:
+    """Return the number at an offset, and where it ends.
+
+    Args:
+        bits: those that its bytes may hold: 35 for a length, 70 for any number, of which those above 64 do not count.
+
+    Raises:
+        IndexError: there is none.
+    """
+    value = 0
+    for shift in range(0, bits, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & (2**64 - 1), at
+    raise IndexError
 
 
 def check_encoded(data: bytes) -> bool:

@@ -6,6 +6,7 @@ is not looked at: protobuf reads it, or says what is wrong.
 
 from typing import Any, Final, NamedTuple
 
+from upr_protocol.wire.codec import varint_at
 from upr_protocol.wire.v1.change_stream_service_pb2 import FollowRequest, FollowResponse
 from upr_protocol.wire.v1.change_stream_service_pb2_grpc import ChangeStreamServiceStub
 
@@ -85,12 +86,12 @@ def follower_stub(channel: Any) -> Any:
 
 def _frame(data: bytes) -> Frame:
     end = len(data)
-    length, at = _varint(data, 1)
+    length, at = varint_at(data, 1)
     if at + length != end:
         raise IndexError
     blocks: list[FrameBlock] = []
     while at < end and data[at] == _BLOCK_TAG:
-        length, at = _varint(data, at + 1)
+        length, at = varint_at(data, at + 1)
         blocks.append(_block(data, at, at + length))
         at += length
         if len(blocks) * LARGE_BYTES > end:
@@ -99,7 +100,7 @@ def _frame(data: bytes) -> Frame:
     _, at = _bytes(data, at, end, _PURGE_SEQNOS_TAG)
     credit = 0
     if at < end and data[at] == _CREDIT_TAG:
-        credit, at = _varint(data, at + 1)
+        credit, at = varint_at(data, at + 1)
     if at != end or credit >> 32:
         raise IndexError
     return Frame(blocks, tokens, credit)
@@ -120,7 +121,7 @@ def _bytes(data: bytes, at: int, end: int, tag: int) -> tuple[bytes, int]:
     """Return the bytes of a field, none where another one is there, and where the next one begins."""
     if at >= end or data[at] != tag:
         return b"", at
-    length, at = _varint(data, at + 1)
+    length, at = varint_at(data, at + 1)
     return data[at : at + length], at + length
 
 
@@ -128,14 +129,3 @@ def _fixed(data: bytes, at: int, end: int, tag: int) -> tuple[int, int]:
     if at >= end or data[at] != tag:
         return 0, at
     return int.from_bytes(data[at + 1 : at + 5], "little"), at + 5
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 35, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise IndexError

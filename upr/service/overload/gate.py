@@ -49,7 +49,7 @@ def parsed(parse: Callable[[bytes], Any], raw: bytes, what: str) -> Any:
 
 
 Opened = list[Callable[[], object]]
-"""What closes that which a call has opened."""
+"""Functions that close what a call has opened."""
 _IN_ORDER = frozenset({"SavePositions"})
 """Methods whose calls reach their handler in the order in which their connection began them.
 
