@@ -787,7 +787,7 @@ class Follower:
         self._groups.commit(taken)
         tokens, rows = self._move_on(selection)
         if self._has_ends:
-            partitions = selection.runs["partition"]
+            partitions = selection.runs["partition"].astype(np.int64)
             seqnos = self._seqno[partitions]
             done = (seqnos >= self._until[partitions]) & (self._horizon[partitions] <= seqnos)
             self._end(partitions[done].tolist(), FINISHED)
@@ -812,7 +812,8 @@ class Follower:
         if tokens:
             return tokens, rows
         runs = selection.runs
-        partitions = runs["partition"]
+        # Once: numpy would make such numbers of it for each use.
+        partitions = runs["partition"].astype(np.int64)
         self._seqno[partitions] = runs["end_seqno"]
         # Of several runs of a partition in one frame the last one counts, and its horizon is the highest.
         self._horizon[partitions] = np.maximum(self._horizon[partitions], runs["horizon"])

@@ -382,7 +382,9 @@ class TailReaders:
                 size += len(data)
             at = used = last
             done += 1
-        shown = span.runs[:used][keep[:used]]
+        shown = span.runs[:used]
+        if not keep[:used].all():
+            shown = shown[keep[:used]]
         selection = Selection(span.after[done - 1], blocks, shown, size, writes=writes)
         if above is None and done == len(span.entries):
             self._share(place, span, selection)

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from upr_client.arrow import record_batch
 from upr_protocol.block import (
     COMPILED,
     RUN,
@@ -213,8 +214,6 @@ class ChangeBatch:
         Raises:
             MissingPackageError: pyarrow is not installed; it comes with ``upr-stream[arrow]``.
         """
-        from upr_client.arrow import record_batch
-
         return record_batch(self)
 
     def __repr__(self) -> str:
@@ -258,9 +257,10 @@ class RecentKeys:
             self._forget(old)
 
     def _forget(self, block: Block) -> None:
-        runs = block.runs[block.runs["count"] > 0]
+        runs, some = block.runs, block.runs["count"] > 0
+        partitions, ends = runs["partition"][some].astype(np.int64), runs["end_seqno"][some]
         # At once for all: a partition may be there twice.
-        np.maximum.at(self._forgotten, runs["partition"], runs["end_seqno"].astype(np.uint64))
+        np.maximum.at(self._forgotten, partitions, ends.astype(np.uint64, copy=False))
 
     def begin(self, partitions: npt.NDArray[np.int64], seqnos: U64) -> None:
         """Partitions, each there once, begin at seqnos: what was received up to there before is not known."""
