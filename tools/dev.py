@@ -33,7 +33,12 @@ NOTHING = re.compile(r"(?!)")
 EVERYTHING = "--all"
 ALL_SECONDS = 690
 """From when on no further mutant is begun."""
-BUILT_FROM = ("pyproject.toml", "client/upr_protocol/_rows.c", "tools/build_rows.py")
+BUILT_FROM = (
+    "pyproject.toml",
+    "client/upr_protocol/_rows.c",
+    "upr/storage/_merge.c",
+    "tools/build_compiled.py",
+)
 """What an environment is made anew for when it changed."""
 OTHER_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 

@@ -1,7 +1,6 @@
 """Rows and columns made by the compiled module are those that Python makes, whatever they are made of."""
 
 import gc
-import importlib.util
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import upr_protocol
-from tools.build_rows import SOURCE, compiled
+from tests.compiled import load
 from upr_client import arrow
 from upr_client.changes import events
 from upr_client.changes.events import (
@@ -57,19 +56,7 @@ Outcome = Callable[[], object]
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The compiled module, from the source as it is now."""
-    folder = tmp_path_factory.mktemp("compiled")
-    nothing = folder / "nothing.c"
-    nothing.write_text("#include <Python.h>\n")
-    if compiled(nothing, folder) is None:
-        pytest.skip("there is no C compiler, or it has not Python's headers")
-    file = compiled(ROOT / SOURCE, folder)
-    assert file is not None, "the module does not compile"
-    spec = importlib.util.spec_from_file_location("upr_protocol._rows", file)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return load("upr_protocol._rows", tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture

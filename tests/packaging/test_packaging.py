@@ -232,21 +232,30 @@ def test_a_wheel_without_a_compiler_is_pure(tmp_path: Path) -> None:
         assert made.filename.endswith("-py3-none-any.whl")
         names = set(made.namelist())
     assert {f"upr/service/sight/page/page.{kind}" for kind in ("html", "css", "js")} <= names
-    assert {"upr_protocol/block.py", "upr_protocol/_rows.pyi", "pyspark_upr.py"} <= names
+    assert {
+        "upr_protocol/block.py",
+        "upr_protocol/_rows.pyi",
+        "upr/storage/_merge.pyi",
+        "pyspark_upr.py",
+    } <= names
     assert [name for name in names if name.endswith((".so", ".c"))] == []
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_a_wheel_with_a_compiler_has_the_compiled_module(tmp_path: Path) -> None:
+def test_a_wheel_with_a_compiler_has_the_compiled_modules(tmp_path: Path) -> None:
     with wheel(tmp_path, "cc") as made:
         assert made.filename is not None
         assert not made.filename.endswith("-none-any.whl")
-        module = "upr_protocol/_rows" + sysconfig.get_config_var("EXT_SUFFIX")
-        assert module in made.namelist()
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        modules = {"upr_protocol/_rows" + suffix, "upr/storage/_merge" + suffix}
+        assert modules <= set(made.namelist())
         made.extractall(tmp_path / "installed")
-    code = "from upr_protocol import block; print(block.COMPILED.__name__)"
+    code = (
+        "from upr_protocol import block; from upr.storage import blocks;"
+        "print(block.COMPILED.__name__, blocks.MERGE.__module__)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True
     )
-    assert done.stdout == b"upr_protocol._rows\n"
+    assert done.stdout == b"upr_protocol._rows upr.storage._merge\n"

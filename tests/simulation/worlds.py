@@ -75,6 +75,7 @@ def use_sizes(patch: pytest.MonkeyPatch, seed: int) -> None:
     block, group = SIZES[seed % len(SIZES)]
     patch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", block)
     patch.setattr(compact, "GROUP_BYTES", group)
+    patch.setattr(blocks_module, "READ_BYTES", group)
     patch.setattr(compact, "SMALL_BYTES", block // 4)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from tests.storage.stored_blocks import numbers_of, put_rows
 from upr.service.buckets.catalog import create_bucket
-from upr.storage.blocks import hashes_of
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import Commit, Journal, JournalEntry, NumberedWrite
 from upr.storage.keyspace import (
@@ -19,6 +18,7 @@ from upr.storage.keyspace import (
     PartitionRow,
     Pin,
     ProducerRow,
+    hashes_of,
     pack_hashes,
 )
 from upr.storage.store import Store

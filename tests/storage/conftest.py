@@ -23,5 +23,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Blocks of a few rows, and groups of a few blocks."""
     monkeypatch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", 120)
     monkeypatch.setattr(compact, "GROUP_BYTES", 700)
+    monkeypatch.setattr(blocks_module, "READ_BYTES", 700)
     monkeypatch.setattr(compact, "SMALL_BYTES", 0)
     return monkeypatch

@@ -14,7 +14,7 @@ from upr.storage import blocks as blocks_module
 from upr.storage import compact
 from upr.storage import read as reading
 from upr.storage.blocks import Encoded, compressor, keys_of, tombstones_of
-from upr.storage.compact import FlushSlice, chunks_of, make_chunk, merge_slice, rebuild
+from upr.storage.compact import Chunk, FlushSlice, chunks_of, merge_slice, rebuild
 from upr.storage.read import ReadResult, Showing, read_blocks
 from upr.storage.store import ReadRequest, Store
 from upr_protocol.block import build_block, make_runs, sealed
@@ -53,10 +53,10 @@ def test_compressed_inputs_and_outputs_tell_the_same(batches: list[Batch]) -> No
         patch.setattr(codec, "COMPRESS_BYTES_MIN", 1)
         patch.setattr(codec, "COMPRESS_FRACTION", 10)
         inputs = [packed(block) for block in blocks]
-        merged = merge_slice([make_chunk(inputs)], ALL, nothing_stored(), compress=compress_block)
+        merged = merge_slice([Chunk(inputs)], ALL, nothing_stored(), compress=compress_block)
     assert all(is_compressed(block.data) for block in inputs)
     assert all(is_compressed(data) for _, _, data in merged.blocks)
-    plain = merge_slice([make_chunk(blocks)], ALL, nothing_stored())
+    plain = merge_slice([Chunk(blocks)], ALL, nothing_stored())
     assert merged.ends == plain.ends
     assert [(p, end, decompress_block(data)) for p, end, data in merged.blocks] == plain.blocks
 
@@ -67,7 +67,7 @@ def test_flushed_blocks_are_compressed_and_noise_is_not() -> None:
     noise = build_block([b"k%d" % i for i in range(100)], [rng.bytes(200) for _ in range(100)])
     runs = make_runs([7], [100], 0, 100, 100, 1)
     same.append(Encoded(runs, encode_block(sealed(replace(noise, runs=runs)))))
-    merged = merge_slice([make_chunk(same)], ALL, nothing_stored(), compress=compress_block)
+    merged = merge_slice([Chunk(same)], ALL, nothing_stored(), compress=compress_block)
     assert {p: is_compressed(data) for p, _, data in merged.blocks} == {3: True, 7: False}
 
 
@@ -76,10 +76,10 @@ def test_a_stretch_is_cut_by_what_it_has_before_compressing(
 ) -> None:
     monkeypatch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", 20_000)
     data = block_of(3, 0, 1000, b"v" * 100)
-    chunk = make_chunk([Encoded(decode_block(data).runs, data)])
+    chunk = Chunk([Encoded(decode_block(data).runs, data)])
     for found in (
         merge_slice([chunk], ALL, nothing_stored(), compress=compress_block).blocks,
-        rebuild(chunk, np.arange(1000), (3, 0, 1000, 1000), compress_block)[0],
+        rebuild(chunk.sorted(), np.arange(1000), (3, 0, 1000, 1000), compress_block)[0],
     ):
         assert len(found) > 5
         assert all(is_compressed(data) for _, _, data in found)

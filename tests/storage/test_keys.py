@@ -17,16 +17,16 @@ from tests.storage.test_lookup import NOTHING, Entry, entry, run
 from upr.engine.tail import TailEntry
 from upr.storage import blocks as blocks_module
 from upr.storage import keyspace
-from upr.storage.blocks import BlockCursor, Encoded, hash_of, hashes_of
+from upr.storage.blocks import BlockCursor, Encoded
 from upr.storage.compact import (
+    Chunk,
     FlushSlice,
     examine,
-    make_chunk,
     merge_direct,
     merge_slice,
     rewrite_group,
 )
-from upr.storage.keyspace import HASHED
+from upr.storage.keyspace import HASHED, hash_of, hashes_of
 from upr.storage.search import InTail, Lookup, Newest, StoreSearch, TailKeys, TailPart, TailSearch
 from upr.storage.store import Store
 from upr_client.testing.memory import run_block
@@ -63,7 +63,7 @@ def flush(store: Store, *entries: Entry, compressed: bool = False) -> None:
     for partition in {int(p) for one in entries for p in one.runs["partition"]}:
         heads = store.heads(partition)
         stored[partition] = heads[-1].end if heads else 0
-    chunk = make_chunk([Encoded(one.runs, one.data) for one in entries])
+    chunk = Chunk([Encoded(one.runs, one.data) for one in entries])
     merged = merge_slice(
         [chunk],
         FlushSlice(0, 1024, 0, 1),
@@ -111,7 +111,7 @@ def test_hashes_are_those_of_every_release(monkeypatch: pytest.MonkeyPatch) -> N
     for key, one in zip(keys, known, strict=True):
         assert hashes_of(np.array([0, len(key)]), key).tolist() == [one] == [hash_of(key)]
         assert hashes_of(np.array([2, 2 + len(key)]), b"xx" + key + b"y").tolist() == [one]
-    monkeypatch.setattr(blocks_module, "HASHED_BYTES", 50)
+    monkeypatch.setattr(keyspace, "HASHED_BYTES", 50)
     assert hashes_of(offsets, b"".join(keys)).tolist() == known
 
 
@@ -143,11 +143,13 @@ FORGED = {
 def test_it_finds_what_a_dictionary_has(
     seed: int, forged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashing, hashing_one = blocks_module.hashes_of, blocks_module.hash_of
+    hashing, hashing_one = hashes_of, hash_of
     monkeypatch.setattr(
         "upr.storage.search.hash_of", lambda key: int(FORGED[forged](np.uint32(hashing_one(key))))
     )
-    for module in ("blocks", "compact", "search"):
+    # It makes hashes of its own, which cannot be forged here.
+    monkeypatch.setattr(blocks_module, "MERGE", None)
+    for module in ("keyspace", "compact", "search"):
         monkeypatch.setattr(
             f"upr.storage.{module}.hashes_of", lambda *args: FORGED[forged](hashing(*args))
         )
@@ -243,7 +245,7 @@ def purged(store: Store, partition: int, key: bytes, newest: Newest) -> bool:
     ends = [head.end for head in store.heads(partition)]
     if newest.seqno > ends[-1]:
         return False
-    rows = make_chunk([blocks_module.checked(data) for data in store.blocks(partition, ends)])
+    rows = Chunk([blocks_module.checked(data) for data in store.blocks(partition, ends)]).sorted()
     return newest.seqno not in rows.seqnos.tolist()
 
 
@@ -262,7 +264,7 @@ def truncate(
         del model[key]
     ends = [head.end for head in store.heads(partition)]
     for data in store.blocks(partition, ends):
-        chunk = make_chunk([blocks_module.checked(data)])
+        chunk = Chunk([blocks_module.checked(data)]).sorted()
         for key, value, op, seqno in zip(
             chunk.keys.to_pylist(),
             chunk.values(np.arange(len(chunk.seqnos))).to_pylist(),

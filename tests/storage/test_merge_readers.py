@@ -106,7 +106,9 @@ def test_every_reader_goes_on_rightly_after_every_merge(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", data.draw(st.sampled_from([1, 90, 300])))
-        patch.setattr(compact, "GROUP_BYTES", data.draw(st.sampled_from([1, 400, 1 << 20])))
+        size = data.draw(st.sampled_from([1, 400, 1 << 20]))
+        patch.setattr(compact, "GROUP_BYTES", size)
+        patch.setattr(blocks_module, "READ_BYTES", size)
         patch.setattr(compact, "SMALL_BYTES", data.draw(st.sampled_from([0, 160, 1 << 20])))
         for name in ("WORTH_FRACTION", "BLOCK_FRACTION"):
             patch.setattr(compact, name, data.draw(st.sampled_from([0.0001, 0.3])))

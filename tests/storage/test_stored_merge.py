@@ -23,6 +23,7 @@ from tests.storage.stored_blocks import (
     stored_rows,
     whole_range,
 )
+from upr.storage import blocks as blocks_module
 from upr.storage import compact
 from upr.storage.blocks import BlockRange, Replacement, checked, tombstones_of
 from upr.storage.compact import (
@@ -211,6 +212,7 @@ def test_with_a_purge_older_rows_of_its_key_go_first_however_few_they_are(
     blocks = [[(b"a", b"1"), *many(0, count)], many(100, count), [*many(200, count), (b"a", None)]]
     model = filled(store, P, *blocks, many(300, count))
     tiny.setattr(compact, "GROUP_BYTES", 1)
+    tiny.setattr(blocks_module, "READ_BYTES", 1)
     limits = limits_of(model.high - 1)
     examined = examine(whole_range(store, P), store.blocks, limits)
     assert examined.purge is not None

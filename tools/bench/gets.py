@@ -13,8 +13,7 @@ from tests.harness import RunningServer
 from tools.bench.children import bare_calls, bare_server
 from tools.bench.common import KEYS, VALUE_BYTES, Figure, Row, batches, server, zipfian_rows
 from tools.bench.cpu import server_cpu
-from upr.storage.blocks import hashes_of
-from upr.storage.keyspace import pack_hashes
+from upr.storage.keyspace import hashes_of, pack_hashes
 from upr.storage.store import Store
 from upr_client import AsyncClient
 from upr_client.types import AsyncBucket

@@ -20,7 +20,7 @@ from upr.engine.partitions import ACTIVE, DEAD, DEAD_HINT, REPLICA, Partitions, 
 from upr.engine.producers import NewestNumbers
 from upr.engine.tail import TailEntry
 from upr.storage.blocks import Encoded, Head, last_complete
-from upr.storage.compact import FlushSlice, make_chunk, merge_slice
+from upr.storage.compact import Chunk, FlushSlice, merge_slice
 from upr.storage.journal import Commit
 from upr.storage.keyspace import PartitionRow, ProducerNumbers
 from upr_protocol.block import U64, Block, select_runs
@@ -384,7 +384,7 @@ def _cut_off(
     for part in (limit if whole is None else np.minimum(limit, whole), limit):
         staying = _above(_up_to(result.entries, part), stored)
         if staying:
-            chunks = [make_chunk([Encoded(entry.runs, entry.data) for entry in staying])]
+            chunks = [Chunk([Encoded(entry.runs, entry.data) for entry in staying])]
             merged = merge_slice(chunks, FlushSlice(0, PARTITIONS, 0, 1), stored)
             stored[list(merged.ends)] = list(merged.ends.values())
             result.blocks = [*result.blocks, *merged.blocks]

@@ -1,6 +1,5 @@
 """Stored blocks: columns, heads (the run record in front, enough to plan compaction), cursors, compression, building."""
 
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from upr_protocol.block import (
     make_runs,
 )
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, KEY_BYTES_MAX, RUN_SPAN_MAX
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, RUN_SPAN_MAX
 from upr_protocol.wire.codec import (
     Columns,
     column_spans,
@@ -36,10 +35,17 @@ from upr_protocol.wire.codec import (
 )
 from upr_protocol.wire.compression import zstd_available
 
+try:
+    from upr.storage._merge import merge as _merge
+except ImportError:
+    _merge = None  # type: ignore[assignment]
+
+MERGE = None if COMPILED is None else _merge
+"""Compiled twin of merging; what is out of the ordinary it leaves to its reference in Python."""
+READ_BYTES = 8 * 2**20
+"""Blocks of a partition that are read together."""
 HASHED_BLOCKS = 1000
 """Blocks whose hashes are looked at in one step."""
-HASHED_BYTES = 2**20
-"""Keys that are hashed in one step."""
 COPIED_BYTES = 8 * 2**10
 """Columns at least this large on average are copied by Arrow; a call of it costs more than to join smaller ones."""
 FEW_RUNS = 16
@@ -512,86 +518,7 @@ def key_hashes(block: Encoded) -> U32:
     """Return the hash of each row's key."""
     columns = block.opened()
     offsets = np.frombuffer(column_of(columns, KEY_OFFSETS), "<i4")
-    return hashes_of(offsets.astype(np.int64), column_of(columns, KEYS))
-
-
-def hashes_of(offsets: I64, data: bytes | memoryview) -> U32:
-    """Return a hash of each key of a column, 32 bits. The store holds such hashes: they must never change.
-
-    It takes about 4 times HASHED_BYTES of memory, or of the longest key.
-
-    The sum of the key's words of 8 bytes, each times an odd weight of its place. Keys that collide can be forged, so
-    equal hashes say that keys may be equal, and different hashes that they are not.
-
-    Args:
-        offsets: where each key begins, and the end of the last.
-        data: bytes of all keys.
-    """
-    if len(offsets) < 2:
-        return np.zeros(0, np.uint32)
-    edges, first, found = offsets - offsets[0], 0, list[U32]()
-    while first < len(offsets) - 1:
-        last = int(np.searchsorted(edges, edges[first] + HASHED_BYTES, side="right")) - 1
-        last = max(last, first + 1)
-        low, high = int(offsets[first]), int(offsets[last])
-        found.append(_hashes_of(offsets[first : last + 1] - low, data[low:high]))
-        first = last
-    return found[0] if len(found) == 1 else np.concatenate(found)
-
-
-def hash_of(key: bytes) -> int:
-    """Return the hash of one key, as ``hashes_of``: for one key arrays cost several times as much."""
-    words = max(len(key) + 7 >> 3, 1)
-    total = len(key) * _PLAIN_WEIGHTS[-1]
-    for word, weight in zip(
-        struct.unpack(f"<{words}Q", key.ljust(8 * words, b"\0")), _PLAIN_WEIGHTS, strict=False
-    ):
-        total += (word ^ word >> 32) * weight
-    total &= 2**64 - 1
-    return (((total ^ total >> 32) * _PLAIN_WEIGHTS[-2]) >> 32) & (2**32 - 1)
-
-
-def _hashes_of(offsets: I64, data: bytes | memoryview) -> U32:
-    lengths = np.diff(offsets)
-    # A word at each byte; behind the last there are bytes for its word.
-    padded = b"".join((data, bytes(8)))
-    longest = int(lengths.max())
-    if longest == lengths.min():
-        count = max(longest + 7 >> 3, 1)
-        table: U64 = np.ndarray((len(lengths), count), "<u8", padded, 0, (longest, 8)).copy()
-        table[:, -1] &= _FIRST_BYTES[longest - 8 * (count - 1)]
-        table ^= table >> _HALF
-        table *= _WEIGHTS[:count]
-        sums: U64 = table.sum(axis=1)
-    else:
-        words = np.maximum(lengths + 7 >> 3, 1)
-        ends = np.cumsum(words)
-        places = np.arange(ends[-1]) - np.repeat(ends - words, words)
-        every: U64 = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))
-        found = every[np.repeat(offsets[:-1], words) + 8 * places]
-        found[ends - 1] &= _FIRST_BYTES[lengths - 8 * (words - 1)]
-        found ^= found >> _HALF
-        found *= _WEIGHTS[places]
-        sums = np.add.reduceat(found, ends - words)
-    sums += lengths.astype(np.uint64) * _WEIGHTS[-1]
-    sums ^= sums >> _HALF
-    hashes: U32 = (sums * _WEIGHTS[-2] >> _HALF).astype(np.uint32)
-    return hashes
-
-
-def _weights(count: int) -> U64:
-    """Return odd numbers whose bits look random: the output of splitmix64, which is the same everywhere."""
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        mixed = (mixed ^ mixed >> np.uint64(shift)) * np.uint64(factor)
-    return mixed | np.uint64(1)
-
-
-_HALF = np.uint64(32)
-_WEIGHTS = _weights(KEY_BYTES_MAX // 8 + 2)
-_PLAIN_WEIGHTS: list[int] = _WEIGHTS.tolist()
-_FIRST_BYTES = np.array([2 ** (8 * count) - 1 for count in range(9)], np.uint64)
-"""Masks of the first bytes of a word, by their number."""
+    return keyspace.hashes_of(offsets.astype(np.int64), column_of(columns, KEYS))
 
 
 def tombstones_of(block: Encoded) -> tuple[I64, U64, I64]:
@@ -613,6 +540,59 @@ def tombstones_of(block: Encoded) -> tuple[I64, U64, I64]:
     )
 
 
+ReadBlocks = Callable[[int, Sequence[int]], list[bytes]]
+"""Function of partition and ends that returns the blocks; DataDamagedError if one is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstones:
+    """Counts of a partition's stored tombstones, superseded ones included.
+
+    Attributes:
+        count: all.
+        old: those of a time or older.
+        newest_old: the highest seqno among these, 0 for none.
+        rows: rows of any kind.
+    """
+
+    count: int
+    old: int
+    newest_old: int
+    rows: int
+
+
+def count_tombstones(
+    partition: int, heads: Sequence[Head], read: ReadBlocks, old: int
+) -> Tombstones:
+    """Count the tombstones of a partition's blocks.
+
+    Args:
+        old: microseconds since the epoch.
+
+    Raises:
+        DataDamagedError, CorruptBlockError: a block is missing or fails its checks.
+    """
+    count = old_ones = newest = 0
+    for block in each_checked(partition, heads, read):
+        _, seqnos, times = tombstones_of(block)
+        count += len(seqnos)
+        aged = seqnos[times <= old]
+        old_ones += len(aged)
+        newest = max(newest, int(aged.max()) if len(aged) else 0)
+    return Tombstones(count, old_ones, newest, sum(head.rows for head in heads))
+
+
+def each_checked(partition: int, heads: Sequence[Head], read: ReadBlocks) -> Iterator[Encoded]:
+    """Yield checked blocks, with at most READ_BYTES of them in memory."""
+    first = size = 0
+    for i, head in enumerate(heads):
+        size += head.size
+        if size >= READ_BYTES or i == len(heads) - 1:
+            for data in read(partition, [h.end for h in heads[first : i + 1]]):
+                yield checked(data)
+            first, size = i + 1, 0
+
+
 class Piece(NamedTuple):
     """Run of a block that is to be built, and how many rows it has."""
 
@@ -626,6 +606,39 @@ class Piece(NamedTuple):
     def dense(self) -> bool:
         """Whether each of its seqnos has a row."""
         return self.rows == self.end - self.start
+
+
+Made = tuple[int, int, int, int, bytes, bytes]
+"""Partition, end, horizon, number of rows, bytes, and packed hashes of the keys of a block."""
+
+
+def merge_compiled(
+    blocks: Iterable[bytes],
+    window: tuple[int, int],
+    stored: U64,
+    limits: tuple[U64, int, U64, int] | None,
+    *,
+    check: bool,
+) -> list[Made] | None:
+    """Merge some partitions' rows, without the interpreter lock: the newest of a key stays, and all become blocks.
+
+    Args:
+        window: the first partition, and the one behind the last.
+        stored: each partition's stored high, shape (1024,): the new blocks begin right above it.
+        check: whether to verify the blocks' checksums.
+        blocks: encoded, in the order of their numbering.
+        limits: ``passed``, ``old``, ``never`` and ``very_old`` of PurgeLimits.
+
+    Returns:
+        None if that is not for the compiled module: there is none, a tombstone may be purged, a block is compressed or has
+        further columns, or one is not sound.
+    """
+    if MERGE is None:
+        return None
+    made: list[Made] | None = MERGE(
+        tuple(blocks), check, *window, BLOCK_COLUMN_BYTES, stored, limits
+    )
+    return made
 
 
 class SortedRows:

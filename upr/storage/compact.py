@@ -17,8 +17,9 @@ A tombstone may be purged only when no older row of its key is left: in a compac
 older row of the key.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,21 +39,24 @@ from upr.storage.blocks import (
     Encoded,
     Head,
     Piece,
+    ReadBlocks,
     Replacement,
     SortedRows,
     Sparse,
     cells_of,
     checked,
     column_of,
+    each_checked,
     further_cells,
-    hashes_of,
     joined_cells,
     joined_runs,
     key_hashes,
     keys_of,
+    merge_compiled,
     raw_cells,
     tombstones_of,
 )
+from upr.storage.keyspace import hashes_of
 from upr_protocol.block import I64, RUN, U32, U64, Runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
@@ -112,14 +116,41 @@ ALIKE_FRACTION = 0.1
 """Share of rows that repeat a hash above which all keys are compared: to choose those that must be would cost more."""
 
 
-@dataclass(slots=True)
 class Chunk:
-    """Rows of consecutive blocks, sorted by partition and stable within one.
+    """Consecutive blocks that are merged together.
+
+    Attributes:
+        runs: the run tables of the blocks, end to end.
+    """
+
+    def __init__(self, blocks: Sequence[Encoded]) -> None:
+        self.blocks = blocks
+        self.runs = joined_runs([block.runs for block in blocks])
+        self._sorted: SortedChunk | None = None
+
+    def sorted(self) -> "SortedChunk":
+        """Return the rows, sorted once and kept: a slice takes those of some partitions."""
+        if self._sorted is None:
+            self._sorted = sort_chunk(self.blocks, self.runs)
+        return self._sorted
+
+    def column_bytes(self) -> I64:
+        """Return the approximate bytes of each partition's rows and runs, shape (1024,); 0 only without a run."""
+        size = sum([plain_bytes(block.data, len(block.data)) for block in self.blocks])
+        partitions, counts = self.runs["partition"], self.runs["count"]
+        rows = np.bincount(partitions, counts, PARTITIONS)
+        runs = np.bincount(partitions, minlength=PARTITIONS) * RUN.itemsize
+        sizes: I64 = (rows * (size / max(rows.sum(), 1))).astype(np.int64) + runs
+        return sizes
+
+
+@dataclass(slots=True)
+class SortedChunk:
+    """Rows of a chunk, sorted by partition and stable within one.
 
     Attributes:
         bounds: the first row of each partition, int64, shape (1025,).
         ends, horizons: per partition, of the runs in this chunk; 0 where there is none.
-        runs: the run tables of the blocks, end to end.
         keys: Arrow binary array.
         hashes: of the keys. ops: uint8. seqnos: uint64. times: int64, microseconds.
         further: cells of further columns by id, of the rows as they came; see ``cells``.
@@ -128,7 +159,6 @@ class Chunk:
     bounds: I64
     ends: U64
     horizons: U64
-    runs: Runs
     keys: Any
     hashes: U32
     ops: npt.NDArray[np.uint8]
@@ -155,19 +185,6 @@ class Chunk:
             if len(there):
                 found[id_] = there, _taken(cells, at[there])
         return found
-
-    def column_bytes(self) -> I64:
-        """Return the approximate bytes of each partition's rows and runs, shape (1024,); 0 only without a run."""
-        rows = max(len(self.seqnos), 1)
-        columns = (
-            self.keys,
-            self._values,
-            *[part for one in self.further.values() for part in one],
-        )
-        each = sum([column.nbytes for column in columns]) / rows + 17
-        runs = np.bincount(self.runs["partition"], minlength=PARTITIONS) * RUN.itemsize
-        sizes: I64 = (np.diff(self.bounds) * each).astype(np.int64) + runs
-        return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +219,8 @@ class Merged:
     markers: dict[int, int] = field(default_factory=dict)
 
 
-def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
-    """Sort the rows of consecutive blocks by partition."""
-    runs = joined_runs([block.runs for block in blocks])
+def sort_chunk(blocks: Sequence[Encoded], runs: Runs) -> SortedChunk:
+    """Sort the rows of consecutive blocks by partition; ``runs`` are their run tables, end to end."""
     block_firsts = np.cumsum([0, *(len(block.runs) for block in blocks[:-1])])
     rows = np.add.reduceat(runs["count"].astype(np.int64), block_firsts)
     total = int(rows.sum())
@@ -232,11 +248,10 @@ def make_chunk(blocks: Sequence[Encoded]) -> Chunk:
     horizons = np.zeros(PARTITIONS, np.uint64)
     np.maximum.at(ends, runs["partition"], runs["end_seqno"])
     np.maximum.at(horizons, runs["partition"], runs["horizon"])
-    return Chunk(
+    return SortedChunk(
         np.searchsorted(partitions[order], np.arange(PARTITIONS + 1)),
         ends,
         horizons,
-        runs,
         keys,
         hashes_of(*raw_cells(keys)),
         ops[order],
@@ -261,13 +276,13 @@ def _taken(cells: Any, rows: I64) -> Any:
 
 
 def chunks_of(blocks: Sequence[Encoded]) -> Iterator[Chunk]:
-    """Yield the blocks' rows as chunks of about CHUNK_BYTES, and of about CHUNK_ROWS at most."""
+    """Yield the blocks as chunks of about CHUNK_BYTES, and of about CHUNK_ROWS at most."""
     first = size = rows = 0
     for i, block in enumerate(blocks):
         size += plain_bytes(block.data, len(block.data))
         rows += int(block.runs["count"].sum())
         if size >= CHUNK_BYTES or rows >= CHUNK_ROWS or i == len(blocks) - 1:
-            yield make_chunk(blocks[first : i + 1])
+            yield Chunk(blocks[first : i + 1])
             first, size, rows = i + 1, 0, 0
 
 
@@ -324,10 +339,53 @@ def merge_slice(
             keeps its runs and rows as they came: a replica may get no more of that stretch. None merges all.
         limits: which tombstones to drop, in the partitions whose result begins at 0.
     """
-    used = [
-        (c, int(c.bounds[part.first]), int(c.bounds[part.last]))
-        for c in chunks[part.first_chunk : part.last_chunk]
-    ]
+    own = chunks[part.first_chunk : part.last_chunk]
+    torn = {} if horizon is None else _torn([c.runs for c in own], part, stored, horizon)
+    if not torn:
+        blocks = [block.data for c in own for block in c.blocks]
+        merged = _merge_blocks(blocks, part, stored, limits, compress, check=False)
+        if merged is not None:
+            return merged
+    return _merge_rows([c.sorted() for c in own], part, stored, torn, limits, compress)
+
+
+def _merge_blocks(
+    blocks: Sequence[bytes],
+    part: FlushSlice,
+    stored: U64,
+    limits: PurgeLimits | None,
+    compress: Compress | None,
+    *,
+    check: bool,
+) -> Merged | None:
+    """Merge encoded blocks with the compiled module; None where it leaves that to ``_merge_rows``."""
+    told = None
+    if limits is not None:
+        told = limits.passed, limits.old, limits.never, limits.very_old
+    made = merge_compiled(blocks, (part.first, part.last), stored, told, check=check)
+    if made is None:
+        return None
+    merged = Merged([], {})
+    for partition, end, horizon, rows, data, hashes in made:
+        merged.blocks.append((partition, end, data if compress is None else compress(data)))
+        merged.hashes.append(hashes)
+        merged.rows += rows
+        # Of several blocks of a partition the last one counts.
+        merged.ends[partition] = merged.markers[partition] = end
+        merged.horizons[partition] = horizon
+    return merged
+
+
+def _merge_rows(
+    chunks: Sequence[SortedChunk],
+    part: FlushSlice,
+    stored: U64,
+    torn: Mapping[int, "_Torn"],
+    limits: PurgeLimits | None,
+    compress: Compress | None,
+) -> Merged:
+    """Return what ``merge_slice`` does; for everything that ``merge_compiled`` leaves to it, and its reference."""
+    used = [(c, int(c.bounds[part.first]), int(c.bounds[part.last])) for c in chunks]
     keys = pa.concat_arrays([c.keys.slice(a, b - a) for c, a, b in used])
     seqnos = np.concatenate([c.seqnos[a:b] for c, a, b in used])
     ops = np.concatenate([c.ops[a:b] for c, a, b in used])
@@ -336,7 +394,6 @@ def merge_slice(
     partitions = np.concatenate(
         [np.repeat(window, np.diff(c.bounds[part.first : part.last + 1])) for c, _, _ in used]
     )
-    torn = {} if horizon is None else _torn(used, part, stored, horizon)
     limit = np.full(PARTITIONS, np.iinfo(np.uint64).max, np.uint64)
     limit[list(torn)] = [found.marker for found in torn.values()]
     apart = seqnos > limit[partitions]
@@ -389,7 +446,7 @@ def merge_slice(
     return merged
 
 
-def _values_of(used: Sequence[tuple[Chunk, int, int]], rows: I64, sorting: I64) -> Any:
+def _values_of(used: Sequence[tuple[SortedChunk, int, int]], rows: I64, sorting: I64) -> Any:
     """Return the values of rows, ascending and counted through the parts of the chunks, in the order of a sorting."""
     if len(used) == 1:
         ((chunk, low, _),) = used
@@ -402,7 +459,7 @@ def _values_of(used: Sequence[tuple[Chunk, int, int]], rows: I64, sorting: I64) 
     return _taken(pa.concat_arrays(found), sorting)
 
 
-def _cells_of(used: Sequence[tuple[Chunk, int, int]], rows: I64) -> dict[int, Sparse]:
+def _cells_of(used: Sequence[tuple[SortedChunk, int, int]], rows: I64) -> dict[int, Sparse]:
     """Return the cells of further columns of rows, in any order and counted through the parts of the chunks."""
     found: dict[int, list[Sparse]] = {}
     first = 0
@@ -431,14 +488,11 @@ class _Torn(NamedTuple):
         return [*whole, *zip(*columns, strict=True)], self.horizon, self.marker
 
 
-def _torn(
-    used: Sequence[tuple[Chunk, int, int]], part: FlushSlice, stored: U64, horizon: U64
-) -> dict[int, _Torn]:
-    """Return the partitions of a slice that end inside a stretch."""
+def _torn(tables: Sequence[Runs], part: FlushSlice, stored: U64, horizon: U64) -> dict[int, _Torn]:
+    """Return the partitions of a slice that end inside a stretch, of its blocks' run tables."""
     window = slice(part.first, part.last)
     inside = horizon[window] > stored[window]
     # A run that is part of a stretch does not end in a marker of its own.
-    tables = [chunk.runs for chunk, _, _ in used]
     if not inside.any() and not any((t["horizon"] != t["end_seqno"]).any() for t in tables):
         return {}
     runs = joined_runs(tables)
@@ -463,7 +517,7 @@ def _torn(
 
 
 def rebuild(
-    chunk: Chunk,
+    chunk: SortedChunk,
     rows: I64,
     run: tuple[int, int, int, int],
     compress: Compress | None = None,
@@ -570,10 +624,6 @@ class Direct:
     damaged: dict[int, UprError] = field(default_factory=dict)
 
 
-ReadBlocks = Callable[[int, Sequence[int]], list[bytes]]
-"""Function of partition and ends that returns the blocks; DataDamagedError if one is missing."""
-
-
 def merge_direct(
     ranges: Sequence[BlockRange],
     read: ReadBlocks,
@@ -586,39 +636,57 @@ def merge_direct(
         limits: of purging, applied to ranges that begin at 0; None purges nothing.
     """
     result = Direct()
-    blocks = []
+    found: dict[int, list[bytes]] = {}
     starts = np.zeros(PARTITIONS, np.uint64)
-    merged_ranges = []
     for one in ranges:
-        try:
-            blocks += [checked(data) for data in read(one.partition, [h.end for h in one.heads])]
-        except (DataDamagedError, CorruptBlockError) as error:
-            result.damaged[one.partition] = error
-            continue
         starts[one.partition] = one.start
-        merged_ranges.append(one)
-    if not merged_ranges:
-        return result
-    window = FlushSlice(merged_ranges[0].partition, merged_ranges[-1].partition + 1, 0, 1)
-    merged = merge_slice([make_chunk(blocks)], window, starts, limits=limits, compress=compress)
-    new: dict[int, list[tuple[int, bytes]]] = {one.partition: [] for one in merged_ranges}
-    hashes: dict[int, list[bytes]] = {one.partition: [] for one in merged_ranges}
+        try:
+            found[one.partition] = read(one.partition, [head.end for head in one.heads])
+        except DataDamagedError as error:
+            result.damaged[one.partition] = error
+    merged = _merge_found(found, starts, limits, compress, result.damaged)
+    new: dict[int, list[tuple[int, bytes]]] = {partition: [] for partition in found}
+    hashes: dict[int, list[bytes]] = {partition: [] for partition in found}
     for (partition, end, data), of_block in zip(merged.blocks, merged.hashes, strict=True):
         new[partition].append((end, data))
         hashes[partition].append(of_block)
     result.purges, result.rows = merged.purges, merged.rows
-    for one in merged_ranges:
-        purge = merged.purges.get(one.partition)
-        result.replacements.append(
-            Replacement(
-                one.partition,
-                [head.end for head in one.heads],
-                new[one.partition],
-                purge.seqno if purge else 0,
-                hashes[one.partition],
-            )
-        )
+    for one in ranges:
+        if (partition := one.partition) in found:
+            purge = merged.purges.get(partition)
+            old, seqno = [head.end for head in one.heads], purge.seqno if purge else 0
+            made = Replacement(partition, old, new[partition], seqno, hashes[partition])
+            result.replacements.append(made)
     return result
+
+
+def _merge_found(
+    found: dict[int, list[bytes]],
+    starts: U64,
+    limits: PurgeLimits | None,
+    compress: Compress | None,
+    damaged: dict[int, UprError],
+) -> Merged:
+    """Merge blocks by partition. Partitions with one that fails its checks are moved to ``damaged``."""
+    merged = None
+    if found:
+        part = FlushSlice(min(found), max(found) + 1, 0, 1)
+        blocks = list(chain.from_iterable(found.values()))
+        merged = _merge_blocks(blocks, part, starts, limits, compress, check=True)
+    if merged is not None:
+        return merged
+    sound: dict[int, list[Encoded]] = {}
+    for partition, own in found.items():
+        try:
+            sound[partition] = [checked(data) for data in own]
+        except CorruptBlockError as error:
+            damaged[partition] = error
+    for partition in found.keys() - sound.keys():
+        del found[partition]
+    if not sound:
+        return Merged([], {})
+    chunk = Chunk(list(chain.from_iterable(sound.values()))).sorted()
+    return _merge_rows([chunk], part, starts, {}, limits, compress)
 
 
 GROUP_BYTES = 8 * 2**20
@@ -736,7 +804,7 @@ def _compare(
     for number in range(passes):
         keys, rows, sizes = [], [], []
         first = size = taken = 0
-        for block in _each(chosen.partition, chosen.heads, read):
+        for block in each_checked(chosen.partition, chosen.heads, read):
             column, own = keys_of(block), _row_bytes(block)
             mine = np.arange(len(column))
             if passes > 1:
@@ -788,55 +856,6 @@ def _purge(
     return purge_of(seqnos[going], free[going])
 
 
-@dataclass(frozen=True, slots=True)
-class Tombstones:
-    """Counts of a partition's stored tombstones, superseded ones included.
-
-    Attributes:
-        count: all.
-        old: those of a time or older.
-        newest_old: the highest seqno among these, 0 for none.
-        rows: rows of any kind.
-    """
-
-    count: int
-    old: int
-    newest_old: int
-    rows: int
-
-
-def count_tombstones(
-    partition: int, heads: Sequence[Head], read: ReadBlocks, old: int
-) -> Tombstones:
-    """Count the tombstones of a partition's blocks.
-
-    Args:
-        old: microseconds since the epoch.
-
-    Raises:
-        DataDamagedError, CorruptBlockError: a block is missing or fails its checks.
-    """
-    count = old_ones = newest = 0
-    for block in _each(partition, heads, read):
-        _, seqnos, times = tombstones_of(block)
-        count += len(seqnos)
-        aged = seqnos[times <= old]
-        old_ones += len(aged)
-        newest = max(newest, int(aged.max()) if len(aged) else 0)
-    return Tombstones(count, old_ones, newest, sum(head.rows for head in heads))
-
-
-def _each(partition: int, heads: Sequence[Head], read: ReadBlocks) -> Iterator[Encoded]:
-    """Yield checked blocks, with at most one group of them in memory."""
-    first = size = 0
-    for i, head in enumerate(heads):
-        size += head.size
-        if size >= GROUP_BYTES or i == len(heads) - 1:
-            for data in read(partition, [h.end for h in heads[first : i + 1]]):
-                yield checked(data)
-            first, size = i + 1, 0
-
-
 def _newest(keys: Any) -> Flags:
     codes = keys.dictionary_encode().indices.to_numpy(zero_copy_only=False)
     newest: I64 = np.full(int(codes.max()) + 1 if len(codes) else 0, -1, np.int64)
@@ -861,9 +880,9 @@ def rewrite_group(
         DataDamagedError, CorruptBlockError: a block is missing, fails its checks, or changed since it was examined.
     """
     heads = [examined.heads[i] for i in group]
-    blocks = list(_each(examined.partition, heads, read))
+    blocks = list(each_checked(examined.partition, heads, read))
     keep = np.concatenate([examined.keep[i] for i in group])
-    chunk = make_chunk(blocks)
+    chunk = Chunk(blocks).sorted()
     if len(chunk.seqnos) != len(keep):
         raise DataDamagedError(
             f"partition {examined.partition}: the blocks up to {heads[-1].end} changed while they were merged"

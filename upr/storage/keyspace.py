@@ -12,10 +12,10 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import U32
+from upr_protocol.block import I64, U32, U64
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError
 from upr_protocol.failover import FailoverLog, FailoverRecord
-from upr_protocol.limits import PARTITIONS, REASON_BYTES_MAX
+from upr_protocol.limits import KEY_BYTES_MAX, PARTITIONS, REASON_BYTES_MAX
 
 TABLES = (
     b"meta",
@@ -51,6 +51,10 @@ HASHES = slice(_HASHES.size, -_CRC.size)
 """Place in a stored row of the hashes of a block's keys, "<u4"."""
 HASHED = b"hashed"
 """Key in the table ``meta`` of the last transaction whose program knows the hashes of keys."""
+
+
+HASHED_BYTES = 2**20
+"""Keys that are hashed in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +227,7 @@ def unpack_block_key(key: bytes) -> tuple[int, int]:
 
 
 def pack_hashes(partition: int, start: int, end: int, hashes: U32) -> bytes:
-    """Return the stored form of the hashes of a block's keys, one a row; see ``blocks.hashes_of``."""
+    """Return the stored form of the hashes of a block's keys, one a row; see ``hashes_of``."""
     return seal(_HASHES.pack(_HASHES_KIND, start) + hashes.tobytes(), block_key(partition, end))
 
 
@@ -240,6 +244,85 @@ def start_of_hashes(key: bytes, value: bytes) -> int:
 
 def count_of_hashes(value: bytes) -> int:
     return (len(value) - _HASHES.size - _CRC.size) // 4
+
+
+def hashes_of(offsets: I64, data: bytes | memoryview) -> U32:
+    """Return a hash of each key of a column, 32 bits. The store holds such hashes: they must never change.
+
+    It takes about 4 times HASHED_BYTES of memory, or of the longest key.
+
+    The sum of the key's words of 8 bytes, each times an odd weight of its place. Keys that collide can be forged, so
+    equal hashes say that keys may be equal, and different hashes that they are not.
+
+    Args:
+        offsets: where each key begins, and the end of the last.
+        data: bytes of all keys.
+    """
+    if len(offsets) < 2:
+        return np.zeros(0, np.uint32)
+    edges, first, found = offsets - offsets[0], 0, list[U32]()
+    while first < len(offsets) - 1:
+        last = int(np.searchsorted(edges, edges[first] + HASHED_BYTES, side="right")) - 1
+        last = max(last, first + 1)
+        low, high = int(offsets[first]), int(offsets[last])
+        found.append(_hashes_of(offsets[first : last + 1] - low, data[low:high]))
+        first = last
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def hash_of(key: bytes) -> int:
+    """Return the hash of one key, as ``hashes_of``: for one key arrays cost several times as much."""
+    words = max(len(key) + 7 >> 3, 1)
+    total = len(key) * _PLAIN_WEIGHTS[-1]
+    for word, weight in zip(
+        struct.unpack(f"<{words}Q", key.ljust(8 * words, b"\0")), _PLAIN_WEIGHTS, strict=False
+    ):
+        total += (word ^ word >> 32) * weight
+    total &= 2**64 - 1
+    return (((total ^ total >> 32) * _PLAIN_WEIGHTS[-2]) >> 32) & (2**32 - 1)
+
+
+def _hashes_of(offsets: I64, data: bytes | memoryview) -> U32:
+    lengths = np.diff(offsets)
+    # A word at each byte; behind the last there are bytes for its word.
+    padded = b"".join((data, bytes(8)))
+    longest = int(lengths.max())
+    if longest == lengths.min():
+        count = max(longest + 7 >> 3, 1)
+        table: U64 = np.ndarray((len(lengths), count), "<u8", padded, 0, (longest, 8)).copy()
+        table[:, -1] &= _FIRST_BYTES[longest - 8 * (count - 1)]
+        table ^= table >> _HALF
+        table *= _WEIGHTS[:count]
+        sums: U64 = table.sum(axis=1)
+    else:
+        words = np.maximum(lengths + 7 >> 3, 1)
+        ends = np.cumsum(words)
+        places = np.arange(ends[-1]) - np.repeat(ends - words, words)
+        every: U64 = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))
+        found = every[np.repeat(offsets[:-1], words) + 8 * places]
+        found[ends - 1] &= _FIRST_BYTES[lengths - 8 * (words - 1)]
+        found ^= found >> _HALF
+        found *= _WEIGHTS[places]
+        sums = np.add.reduceat(found, ends - words)
+    sums += lengths.astype(np.uint64) * _WEIGHTS[-1]
+    sums ^= sums >> _HALF
+    hashes: U32 = (sums * _WEIGHTS[-2] >> _HALF).astype(np.uint32)
+    return hashes
+
+
+def _weights(count: int) -> U64:
+    """Return odd numbers whose bits look random: the output of splitmix64, which is the same everywhere."""
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        mixed = (mixed ^ mixed >> np.uint64(shift)) * np.uint64(factor)
+    return mixed | np.uint64(1)
+
+
+_HALF = np.uint64(32)
+_WEIGHTS = _weights(KEY_BYTES_MAX // 8 + 2)
+_PLAIN_WEIGHTS: list[int] = _WEIGHTS.tolist()
+_FIRST_BYTES = np.array([2 ** (8 * count) - 1 for count in range(9)], np.uint64)
+"""Masks of the first bytes of a word, by their number."""
 
 
 def aside_key(partition: int, commit: int, sequence: int) -> bytes:

@@ -40,12 +40,11 @@ from upr.storage.blocks import (
     StoredBlock,
     checked,
     column_of,
-    hash_of,
-    hashes_of,
     head_of,
     key_hashes,
     keys_of,
 )
+from upr.storage.keyspace import hash_of, hashes_of
 from upr.storage.store import Store
 from upr_protocol.block import I64, OP_DELETE, RUN_FIELDS, U32, U64, Runs, row_bounds
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError

@@ -439,10 +439,15 @@ class Store:
                 cursor.putmulti(items)
             with txn.cursor(db=self._hashes) as cursor:
                 cursor.putmulti([(key, one) for (key, _), one in zip(items, hashes, strict=False)])
-            for partition, told in ends.items():
-                key = keyspace.partition_key(partition)
-                row = keyspace.with_ends(self._row(txn, partition), partition, *told)
-                txn.put(key, row, db=self._partitions)
+            with txn.cursor(db=self._partitions) as cursor:
+                keys = {keyspace.partition_key(partition): partition for partition in ends}
+                before = dict(cursor.getmulti(list(keys)))
+                cursor.putmulti(
+                    [
+                        (key, keyspace.with_ends(before.get(key, b""), partition, *ends[partition]))
+                        for key, partition in keys.items()
+                    ]
+                )
             for name, numbers in producers.items():
                 self._put_producer(txn, name, numbers, counts)
 
@@ -484,10 +489,8 @@ class Store:
             self._whole = None
 
     def _partition(self, txn: Any, partition: int) -> PartitionRow:
-        return keyspace.unpack_partition(self._row(txn, partition), partition)
-
-    def _row(self, txn: Any, partition: int) -> bytes:
-        return bytes(txn.get(keyspace.partition_key(partition), db=self._partitions) or b"")
+        row = bytes(txn.get(keyspace.partition_key(partition), db=self._partitions) or b"")
+        return keyspace.unpack_partition(row, partition)
 
     def _put_partitions(self, txn: Any, rows: Mapping[int, PartitionRow]) -> None:
         for partition, row in rows.items():

@@ -21,9 +21,8 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from upr.storage import keyspace
-from upr.storage.blocks import hashes_of
 from upr.storage.journal import Commit, Inspected, Journal
-from upr.storage.keyspace import CutRow, PartitionRow
+from upr.storage.keyspace import CutRow, PartitionRow, hashes_of
 from upr.storage.proof import Proof
 from upr.storage.store import Identity, unpack_identity
 from upr_protocol.block import Block, row_seqnos

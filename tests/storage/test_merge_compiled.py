@@ -1,0 +1,321 @@
+"""What the compiled module merges is, to the byte, what Python makes of it, whatever is merged."""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.compiled import load
+from tests.raw import with_cells
+from upr.storage import blocks as blocks_module
+from upr.storage.blocks import BlockRange, Encoded, head_of
+from upr.storage.compact import Chunk, FlushSlice, Merged, PurgeLimits, merge_direct, merge_slice
+from upr.storage.keyspace import _WEIGHTS, hash_of
+from upr_protocol.block import RUN, Block, build_block, make_runs, sealed
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
+from upr_protocol.wire.codec import compress_block, encode_block
+
+ALL = FlushSlice(0, PARTITIONS, 0, 1)
+KEYS = [b"k", b"l", b"8 bytes.", b"9 bytes..", b"a key of 18 bytes.", b"k" * 100]
+OLD = 20
+STARTS = {0: 0, 5: 2**47, 1023: 7}
+Merge = Callable[..., Any]
+
+
+@pytest.fixture(scope="module", params=["", "-DCRC_BY_TABLES"])
+def merge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Merge:
+    """The compiled function; on processors without an instruction for checksums these come from tables."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setenv("CC", f"cc {request.param}")
+        made = load("upr.storage._merge", tmp_path_factory.mktemp("compiled"))
+    found: Merge = made.merge
+    return found
+
+
+def both(
+    merge: Merge, blocks: list[Encoded], part: FlushSlice, most: int, *args: Any, **options: Any
+) -> tuple[list[Any], Merged, Merged]:
+    """Merge with the module and without it; returns also what the module was asked and answered."""
+    told = []
+
+    def watched(*asked: Any) -> Any:
+        told.append(merge(*asked))
+        return told[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks_module, "BLOCK_COLUMN_BYTES", most)
+        patch.setattr(blocks_module, "MERGE", watched)
+        made = merge_slice([Chunk(blocks)], part, *args, **options)
+        patch.setattr(blocks_module, "MERGE", None)
+        return told, made, merge_slice([Chunk(blocks)], part, *args, **options)
+
+
+@st.composite
+def numbered(draw: st.DrawFn) -> list[Block]:
+    """Blocks of a few partitions, one behind the other: dense or with gaps, some ranges without rows, deletes, and times."""
+    highs = dict(STARTS)
+    blocks = []
+    for number in range(draw(st.integers(1, 5))):
+        owners = sorted(draw(st.sets(st.sampled_from(sorted(highs)), min_size=1)))
+        counts = [draw(st.integers(0, 6)) for _ in owners]
+        total = sum(counts)
+        rows = draw(
+            st.lists(
+                st.tuples(st.sampled_from(KEYS), st.none() | st.binary(max_size=40)),
+                min_size=total,
+                max_size=total,
+            )
+        )
+        runs, offsets = np.zeros(len(owners), RUN), list[int]()
+        for at, (owner, count) in enumerate(zip(owners, counts, strict=True)):
+            most = draw(st.sampled_from([count, count + 3, 2**32 - 1])) if count else 2
+            own = sorted(draw(st.sets(st.integers(1, most), min_size=count, max_size=count)))
+            start, end = highs[owner], highs[owner] + most
+            # Of a stretch that goes on.
+            horizon = end + draw(st.sampled_from([0, 0, 5]))
+            runs[at] = (owner, count, start, end, horizon, 10 * number + 1)
+            highs[owner], offsets = end, offsets + own
+        block = build_block([k for k, _ in rows], [v for _, v in rows]) if rows else EMPTY
+        dense = (runs["count"] == runs["end_seqno"] - runs["start_seqno"]) | (runs["count"] == 0)
+        dated = bool(rows) and draw(st.booleans())
+        times = draw(st.lists(st.integers(0, 99), min_size=total, max_size=total)) if dated else []
+        ops = bytes([value is None for _, value in rows])
+        pairs = [(key, value or b"") for key, value in rows]
+        blocks.append(
+            sealed(
+                replace(
+                    block,
+                    runs=runs,
+                    seqnos=b"" if dense.all() else np.array(offsets, "<u4").tobytes(),
+                    ops=ops if any(ops) else b"",
+                    key_offsets=edges([key for key, _ in pairs]),
+                    keys=b"".join([key for key, _ in pairs]),
+                    value_offsets=edges([value for _, value in pairs]),
+                    values=b"".join([value for _, value in pairs]),
+                    times=np.array(times, "<u8").tobytes(),
+                )
+            )
+        )
+    return blocks
+
+
+def edges(cells: list[bytes]) -> bytes:
+    return np.cumsum([0, *map(len, cells)]).astype("<i4").tobytes()
+
+
+EMPTY = replace(build_block([b"k"], [b"v"]), runs=np.zeros(0, RUN))
+
+
+def encoded(block: Block) -> Encoded:
+    return Encoded(block.runs, encode_block(block))
+
+
+def limits_at(passed: int, never: int) -> PurgeLimits:
+    table = np.full(PARTITIONS, passed, np.uint64)
+    return PurgeLimits(table, OLD, np.full(PARTITIONS, never, np.uint64), 2 * OLD)
+
+
+@given(
+    numbered(),
+    st.sampled_from([(0, 1024), (0, 6), (5, 6), (6, 1024), (3, 3)]),
+    st.sampled_from([1, 60, 130, BLOCK_COLUMN_BYTES]),
+    st.sampled_from([0, 1, 3, 9]),
+    st.none() | st.builds(limits_at, st.integers(0, 9), st.integers(0, 9)),
+)
+@settings(max_examples=200)
+def test_the_module_makes_what_python_makes(
+    merge: Merge,
+    blocks: list[Block],
+    window: tuple[int, int],
+    most: int,
+    stored: int,
+    limits: PurgeLimits | None,
+) -> None:
+    highs = np.zeros(PARTITIONS, np.uint64)
+    highs[list(STARTS)] = [start and start + stored for start in STARTS.values()]
+    part = FlushSlice(*window, 0, 1)
+    if window[0] == window[1]:
+        assert merge((), True, *window, most, highs, None) == []
+        return
+    told, made, reference = both(
+        merge, [encoded(b) for b in blocks], part, most, highs, limits=limits
+    )
+    assert made == reference
+    # What is not purged by Python is made by the module.
+    assert [answer is None for answer in told] == [bool(reference.purges)]
+
+
+@given(numbered())
+@settings(max_examples=100)
+def test_a_flush_keeps_stretches_that_go_on_apart(merge: Merge, blocks: list[Block]) -> None:
+    """As Python does it: the module merges only what ends in markers."""
+    highs = np.zeros(PARTITIONS, np.uint64)
+    complete = all((block.runs["horizon"] == block.runs["end_seqno"]).all() for block in blocks)
+    highs[list(STARTS)] = list(STARTS.values())
+    told, made, reference = both(
+        merge, [encoded(b) for b in blocks], ALL, BLOCK_COLUMN_BYTES, highs, horizon=highs
+    )
+    assert made == reference
+    assert bool(told) or not complete
+
+
+@given(numbered(), st.data())
+@settings(max_examples=150)
+def test_damaged_blocks_are_left_to_python(
+    merge: Merge, blocks: list[Block], data: st.DataObject
+) -> None:
+    highs = np.zeros(PARTITIONS, np.uint64)
+    sound = tuple([encode_block(block) for block in blocks])
+    at = data.draw(st.integers(0, len(sound) - 1))
+    damaged = bytearray(sound[at])
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[place] ^= data.draw(st.integers(1, 255))
+    del damaged[data.draw(st.integers(1, len(damaged))) :]
+    changed = (*sound[:at], bytes(damaged), *sound[at + 1 :])
+    if changed != sound:
+        assert merge(changed, True, 0, PARTITIONS, 1000, highs, None) is None
+    # Without a look at the checksums it is whatever the bytes say, within their bounds.
+    merge(changed, False, 0, PARTITIONS, 1000, highs, None)
+
+
+@pytest.mark.parametrize("column", ["key_offsets", "value_offsets", "seqnos", "ops", "times"])
+def test_columns_that_contradict_each_other_are_left_to_python(merge: Merge, column: str) -> None:
+    rows = 4
+    runs = make_runs([3], [rows], 0, rows, rows, 1)
+    block = replace(build_block([b"a", b"b", b"c", b"d"], [b"v"] * rows), runs=runs)
+    block = replace(
+        block,
+        seqnos=np.arange(1, 5).astype("<u4").tobytes(),
+        ops=bytes(rows),
+        times=bytes(8 * rows),
+    )
+    highs = np.zeros(PARTITIONS, np.uint64)
+
+    def answer(told: Block) -> Any:
+        return merge((encode_block(sealed(told)),), True, 0, PARTITIONS, 1000, highs, None)
+
+    assert answer(block)
+    own = getattr(block, column)
+
+    def changed(column_bytes: bytes) -> Block:
+        told = copy(block)
+        setattr(told, column, column_bytes)
+        return told
+
+    assert answer(changed(own[:-1])) is None
+    assert answer(changed(own + own[-8:])) is None
+    if column.endswith("offsets"):
+        for wrong in ([0, 1, 2, 3, 2**31 - 1], [0, 3, 2, 3, 4], [-1, 1, 2, 3, 4]):
+            assert answer(changed(np.array(wrong, "<i4").tobytes())) is None
+    assert answer(replace(block, runs=make_runs([1024], [rows], 0, rows, rows, 1))) is None
+    for start, end, horizon, count in (
+        (0, 9, 9, rows + 1),
+        (0, 3, 3, rows),
+        (4, 4, 4, rows),
+        (0, 9, 8, rows),
+        (0, 2**32, 2**32, rows),
+        (2**48 - 5, 2**48, 2**48, rows),
+    ):
+        runs = make_runs([3], [count], start, end, horizon, 1)
+        assert answer(replace(block, runs=runs)) is None
+
+
+def test_what_is_compressed_or_has_further_columns_is_left_to_python(merge: Merge) -> None:
+    runs = make_runs([3], [9], 0, 9, 9, 1)
+    block = sealed(replace(build_block([b"%d" % i for i in range(9)], [b"v" * 90] * 9), runs=runs))
+    cells = with_cells(block)
+    assert cells.further
+    highs = np.zeros(PARTITIONS, np.uint64)
+    for data in (compress_block(encode_block(block)), encode_block(cells)):
+        assert merge((data,), True, 0, PARTITIONS, 1000, highs, None) is None
+        told, made, reference = both(
+            merge, [Encoded(runs, data)], ALL, BLOCK_COLUMN_BYTES, highs, limits=None
+        )
+        assert told == [None]
+        assert made == reference
+
+
+@pytest.mark.parametrize("most", [3 * 30 - 1, 3 * 30])
+def test_a_block_has_as_many_bytes_as_it_may(merge: Merge, most: int) -> None:
+    runs = make_runs([3], [4], 0, 4, 4, 1)
+    # Rows of 30 bytes with their offsets.
+    block = sealed(replace(build_block([b"%d" % i for i in range(4)], [b"v" * 8] * 4), runs=runs))
+    highs = np.zeros(PARTITIONS, np.uint64)
+    _, made, reference = both(merge, [encoded(block)], ALL, most, highs)
+    assert made == reference
+    assert [end for _, end, _ in made.blocks] == ([3, 4] if most == 90 else [2, 4])
+
+
+def test_a_damaged_block_stops_its_own_partition_only(
+    merge: Merge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks_module, "MERGE", merge)
+    stored = {}
+    for partition in (3, 5):
+        rows = [(b"a", b"1"), (b"b", b"other")]
+        runs = make_runs([partition], [2], 0, 2, 2, 1)
+        block = build_block([key for key, _ in rows], [value for _, value in rows])
+        stored[partition] = encode_block(sealed(replace(block, runs=runs)))
+    stored[3] = stored[3].replace(b"other", b"0ther")
+    heads = {p: head_of(data, len(data), p, 2) for p, data in stored.items()}
+    ranges = [BlockRange(p, (head,)) for p, head in heads.items()]
+    found = merge_direct(ranges, lambda partition, ends: [stored[partition]], None)
+    assert set(found.damaged) == {3}
+    assert [one.partition for one in found.replacements] == [5]
+
+
+def forged(count: int) -> list[bytes]:
+    """Return different keys of one hash."""
+    first, second = (int(weight) for weight in _WEIGHTS[:2])
+    keys = []
+    for number in range(1, count + 1):
+        rest = (12345 - number * first) * pow(second, -1, 2**64) % 2**64
+        keys.append(b"".join([(x ^ x >> 32).to_bytes(8, "little") for x in (number, rest)]))
+    assert {hash_of(key) for key in keys} == {hash_of(keys[0])}
+    return keys
+
+
+def test_keys_of_one_hash_are_left_to_python_before_they_take_long(merge: Merge) -> None:
+    keys = forged(3000)
+    runs = make_runs([3], [3000], 0, 3000, 3000, 1)
+    block = sealed(replace(build_block(keys, [b""] * 3000), runs=runs))
+    highs = np.zeros(PARTITIONS, np.uint64)
+    told, made, reference = both(merge, [encoded(block)], ALL, BLOCK_COLUMN_BYTES, highs)
+    assert told == [None]
+    assert made == reference
+    assert made.rows == 3000
+    few = sealed(replace(build_block(keys[:9], [b""] * 9), runs=make_runs([3], [9], 0, 9, 9, 1)))
+    told, made, reference = both(merge, [encoded(few), encoded(few)], ALL, 1000, highs)
+    assert told != [None]
+    assert made == reference
+    assert made.rows == 9
+
+
+def test_arguments_of_another_kind_are_refused(merge: Merge) -> None:
+    highs = np.zeros(PARTITIONS, np.uint64)
+    wrong: tuple[Any, ...]
+    for wrong in (
+        ([], True, 0, 1, 1, highs, None),
+        ((), 1, 0, 1, 1, highs, None),
+        ((), True, 0, 1, 1, highs),
+        ((), True, 0, 1, 1, highs, [highs, 1, highs, 1]),
+        ((), True, "0", 1, 1, highs, None),
+        ((), True, 0, 1, 1, None, None),
+        ((), True, 0, 1, 1, highs, (highs, 1, highs)),
+    ):
+        with pytest.raises(TypeError):
+            merge(*wrong)
+    with pytest.raises(ValueError, match="another size"):
+        merge((), True, 0, 1, 1, highs[:5], None)
+    with pytest.raises(ValueError, match="another size"):
+        merge((), True, 0, 1, 1, highs, (highs, 1, highs[:5], 1))
+    for window in ((-1, 1), (2, 1), (0, PARTITIONS + 1)):
+        assert merge((), True, *window, 1, highs, None) is None
+    assert merge((bytearray(b""),), True, 0, 1, 1, highs, None) is None
