@@ -1,6 +1,8 @@
 """The compactor's turns: every partition is looked at, however fast others change; and what it leaves as it is."""
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from tests.raw import all_rows
 from tests.service.bucket_state import started
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
-from upr.engine.compaction import FAN_IN, JOIN_BYTES
+from upr.engine.compaction import FAN_IN, JOIN_BYTES, plan_merge
 from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.compactor import LOOK_PARTITIONS
@@ -83,6 +85,8 @@ async def flush(host: BucketService, rows: Rows) -> None:
 
 async def compact(host: BucketService) -> list[int]:
     """Have the compactor look until it has nothing to do, and return the rows of the partition's blocks."""
+    # Its own task, which waits for its turn, may have taken it.
+    host.compactor.note([P])
     while waiting := list(host.compactor._waiting):
         host.compactor._waiting.clear()
         await host.compactor._merge(waiting)
@@ -93,6 +97,62 @@ def stored_rows(host: BucketService) -> Rows:
     ends = [head.end for head in host.disk.store.heads(P)]
     found = all_rows(decode_block(data) for data in host.disk.store.blocks(P, ends))
     return {key: value for _, _, key, value in found if value is not None}
+
+
+@pytest.mark.asyncio
+async def test_a_partition_is_looked_at_once_a_flush_may_have_left_something_to_compact(
+    folder: Path,
+) -> None:
+    async with compacted_by_hand(folder) as host:
+        rng, keys = random.Random(1), some_keys(P, 60)
+        await flush(host, dict.fromkeys(keys[:40], bytes(100)))
+        await compact(host)
+        wanted = set()
+        for _ in range(40):
+            rows = dict.fromkeys(rng.sample(keys, rng.choice([1, 3, 9])), bytes(90))
+            await flush(host, rows)
+            heads = host.disk.store.heads(P)
+            found = plan_merge(P, heads, (), host.compactor.settled_of(P, heads))
+            assert (P in host.compactor._waiting) == (found is not None)
+            wanted.add(found is not None)
+            await compact(host)
+        assert wanted == {True, False}
+
+
+@pytest.mark.asyncio
+async def test_a_partition_with_a_cut_is_looked_at_after_each_flush(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the cut is released, what it kept apart may be compacted."""
+    async with compacted_by_hand(folder) as host:
+        keys = some_keys(P, 40)
+        await flush(host, dict.fromkeys(keys, bytes(100)))
+        monkeypatch.setattr(type(host.bucket.cuts), "pinned", lambda self, partition: (40,))
+        await compact(host)
+        await flush(host, {keys[0]: b"v"})
+        assert P in host.compactor._waiting
+
+
+@pytest.mark.asyncio
+async def test_what_is_flushed_while_a_partition_is_looked_at_has_it_looked_at_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with compacted_by_hand(folder) as host:
+        keys = some_keys(P, 40)
+        await flush(host, dict.fromkeys(keys, bytes(100)))
+        await compact(host)
+        look, loop = host.compactor._look, asyncio.get_running_loop()
+
+        def meanwhile(pins: Mapping[int, Sequence[int]]) -> object:
+            found = look(pins)
+            asyncio.run_coroutine_threadsafe(flush(host, {keys[0]: b"v"}), loop).result()
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(host.compactor, "_look", meanwhile)
+            await host.compactor._merge([P])
+        assert P in host.compactor._waiting
+        assert P not in host.compactor._costs
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def plan_merge(
     mergeable = [head for head in heads if head.end <= complete]
     for segment in segments(mergeable, pinned):
         tiers = stretches(partition, segment, settled)
-        first = _first_to_merge(tiers)
+        first = first_to_merge([_cost(tier) for tier in tiers])
         if first is not None:
             chosen = [head for tier in tiers[first:] for head in tier.heads]
             return BlockRange(partition, tuple(chosen))
@@ -119,15 +119,21 @@ def segments(heads: Sequence[Head], pinned: Sequence[int]) -> Iterator[list[Head
         yield segment
 
 
-def _first_to_merge(tiers: Sequence[BlockRange]) -> int | None:
-    """Return the first stretch that is no larger than all later ones, with FAN_IN together."""
-    behind = sum(_cost(tier) for tier in tiers)
-    for i, tier in enumerate(tiers[:-1]):
-        cost = _cost(tier)
+def first_to_merge(costs: Sequence[int]) -> int | None:
+    """Return the first stretch that is no larger than all later ones, with FAN_IN together, of what each costs."""
+    behind = sum(costs)
+    for i, cost in enumerate(costs[:-1]):
         behind -= cost
-        if cost <= behind and (i == 0 or len(tiers) - i >= FAN_IN):
+        if cost <= behind and (i == 0 or len(costs) - i >= FAN_IN):
             return i
     return None
+
+
+def costs_of(
+    partition: int, heads: Sequence[Head], settled: Iterable[tuple[int, int]]
+) -> list[int]:
+    """Return what each stretch of a partition that no seqno is pinned in costs, for ``first_to_merge``."""
+    return [_cost(tier) for tier in stretches(partition, heads, settled)]
 
 
 def _cost(tier: BlockRange) -> int:

@@ -169,7 +169,7 @@ class BucketService:
         self.compactor = Compactor(disk, bucket, config)
         self.tail_keys = TailKeys()
         self.flusher = Flusher(
-            disk, bucket, config, self.compactor.note, self.tail_keys.drop_before
+            disk, bucket, config, self.compactor.flushed, self.tail_keys.drop_before
         )
         self.producers = ProducerKeeper(disk, bucket, self.flusher.wanted.set, self._closing)
         disk.room.add(bucket.tail, self.flusher.wanted.set)

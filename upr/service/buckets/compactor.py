@@ -24,10 +24,13 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket
 from upr.engine.compaction import (
+    BLOCK_COST,
     Holder,
     PurgeAges,
     begin_purge,
+    costs_of,
     end_purge,
+    first_to_merge,
     hardly_repeats,
     holders,
     plan_merge,
@@ -39,15 +42,13 @@ from upr.service.buckets.disk_threads import Disk
 from upr.service.buckets.keepers import finish_even_if_cancelled, pause
 from upr.service.buckets.room import merge_room
 from upr.service.storage_trouble import Failing, words_of
-from upr.storage.blocks import BlockRange, Head, Replacement
+from upr.storage.blocks import BlockRange, Head, Replacement, Tombstones, count_tombstones
 from upr.storage.compact import (
     Direct,
     Examined,
     Purge,
     PurgeLimits,
     RangeTooLargeError,
-    Tombstones,
-    count_tombstones,
     examine,
     merge_direct,
     rewrite_group,
@@ -117,6 +118,8 @@ class Compactor:
         self._wanted = asyncio.Event()
         self._stopped = asyncio.Event()
         self._settled: dict[int, list[tuple[int, int]]] = {}
+        self._costs: dict[int, list[int]] = {}
+        """What the stretches of partitions cost in which nothing was to be compacted when they were looked at."""
         self._stored_at_start = bucket.partitions.stored.copy()
         self._thread = ThreadPoolExecutor(1, "merge")
         self.turn = asyncio.Lock()
@@ -125,7 +128,7 @@ class Compactor:
 
     @property
     def waiting(self) -> int:
-        """How many partitions changed since they were looked at."""
+        """How many partitions are to be looked at."""
         return len(self._waiting)
 
     @property
@@ -137,6 +140,16 @@ class Compactor:
         self._waiting.update(dict.fromkeys(p for p in partitions if p not in problems))
         if self._waiting:
             self._wanted.set()
+
+    def flushed(self, blocks: Iterable[tuple[int, int, bytes]]) -> None:
+        """Note new blocks (partition, end_seqno, bytes). Partitions in which they leave nothing to compact are not looked
+        at: to read the heads of all their blocks costs more than to flush a block."""
+        for partition, _, data in blocks:
+            costs = self._costs.get(partition)
+            if costs is not None:
+                costs.append(len(data) + BLOCK_COST)
+            if costs is None or first_to_merge(costs) is not None:
+                self.note([partition])
 
     async def run(self) -> None:
         # Work left by an earlier process is not urgent: clients that waited for the server come first.
@@ -209,8 +222,12 @@ class Compactor:
 
     async def _merge(self, partitions: Sequence[int]) -> None:
         pins = {p: self._bucket.cuts.pinned(p) for p in partitions}
-        ranges, problems = await self.in_thread(lambda: self._look(pins))
+        for partition in partitions:
+            # What is flushed from here on has them looked at again.
+            self._costs.pop(partition, None)
+        ranges, problems, costs = await self.in_thread(lambda: self._look(pins))
         self.damaged(problems)
+        self._costs.update((p, found) for p, found in costs.items() if p not in self._waiting)
         crossed = [one.partition for one in ranges if self.crosses_pin(one)]
         ranges = [one for one in ranges if one.partition not in crossed]
         self.note(crossed)
@@ -235,9 +252,10 @@ class Compactor:
 
     def _look(
         self, pins: Mapping[int, Sequence[int]]
-    ) -> tuple[list[BlockRange], dict[int, UprError]]:
+    ) -> tuple[list[BlockRange], dict[int, UprError], dict[int, list[int]]]:
         ranges = []
         problems: dict[int, UprError] = {}
+        costs: dict[int, list[int]] = {}
         for partition, pinned in pins.items():
             if self.stopped:
                 break
@@ -249,7 +267,9 @@ class Compactor:
             found = self._range(partition, heads, pinned)
             if found is not None:
                 ranges.append(found)
-        return ranges, problems
+            elif not pinned:
+                costs[partition] = costs_of(partition, heads, self.settled_of(partition, heads))
+        return ranges, problems, costs
 
     def _range(
         self, partition: int, heads: Sequence[Head], pinned: Sequence[int]

@@ -28,7 +28,7 @@ class Flusher:
     """Flusher of one bucket: stores the durable part of the tail, slice by slice.
 
     Args:
-        stored: called with the partitions of a slice that was stored.
+        stored: called with the blocks of a slice that was stored: partition, end_seqno, bytes.
         dropped: called with the number of the tail's first entry after entries were dropped.
 
     Attributes:
@@ -42,7 +42,7 @@ class Flusher:
         disk: Disk,
         bucket: Bucket,
         config: ServerConfig,
-        stored: Callable[[Iterable[int]], None],
+        stored: Callable[[Iterable[tuple[int, int, bytes]]], None],
         dropped: Callable[[int], None],
     ) -> None:
         self._disk = disk
@@ -182,6 +182,6 @@ class Flusher:
 
         await self._disk.in_store_thread(store)
         self._bucket.slice_stored(merged)
-        self._stored(merged.ends)
+        self._stored(merged.blocks)
         self._disk.counters.flushed_bytes += sum(len(block) for _, _, block in merged.blocks)
         failpoints.hit("flush.between_slices")

@@ -57,7 +57,7 @@ BUCKET_GAUGES: Final[dict[str, tuple[str, _Value]]] = {
     ),
     "upr_quota_bytes": ("Quota of the bucket, 0 for none.", lambda h: h.disk.quota.limit),
     "upr_merge_waiting_partitions": (
-        "Partitions that changed since compaction looked at them.",
+        "Partitions that compaction is to look at.",
         lambda h: h.compactor.waiting,
     ),
     "upr_dead_partitions": (
