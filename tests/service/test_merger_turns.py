@@ -16,7 +16,7 @@ from upr.engine.compaction import FAN_IN, JOIN_BYTES, plan_merge
 from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.compactor import LOOK_PARTITIONS
-from upr.storage.blocks import BlockCursor
+from upr.storage.blocks import BlockCursor, BlockRange
 from upr_protocol.block import build_block
 from upr_protocol.errors import DataDamagedError
 from upr_protocol.limits import PARTITIONS
@@ -70,11 +70,13 @@ async def test_the_compactor_looks_at_nothing_more_once_it_is_to_stop(
 
 @asynccontextmanager
 async def compacted_by_hand(folder: Path) -> AsyncIterator[BucketService]:
-    """Serve a bucket whose own compactor waits, and close it, which must be clean."""
-    host = started(BucketService(folder, ServerConfig(folder)))
-    async with host.compactor.turn:
-        yield host
-    assert await host.close()
+    """Serve a bucket whose own compactor waits, and looks at nothing by itself, and close it, which must be clean."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compactor_module, "FIRST_LOOK_SECONDS", 3600.0)
+        host = started(BucketService(folder, ServerConfig(folder)))
+        async with host.compactor.turn:
+            yield host
+        assert await host.close()
 
 
 async def flush(host: BucketService, rows: Rows) -> None:
@@ -127,10 +129,37 @@ async def test_a_partition_with_a_cut_is_looked_at_after_each_flush(
     async with compacted_by_hand(folder) as host:
         keys = some_keys(P, 40)
         await flush(host, dict.fromkeys(keys, bytes(100)))
-        monkeypatch.setattr(type(host.bucket.cuts), "pinned", lambda self, partition: (40,))
         await compact(host)
-        await flush(host, {keys[0]: b"v"})
+        assert P in host.compactor._costs
+        monkeypatch.setattr(type(host.bucket.cuts), "pinned", lambda self, partition: (40,))
+        for _ in range(2):
+            await flush(host, {keys[0]: b"v"})
+            assert P in host.compactor._waiting
+            await compact(host)
+        assert P not in host.compactor._costs
+
+
+@pytest.mark.asyncio
+async def test_a_purge_has_its_partition_looked_at_again(folder: Path) -> None:
+    async with compacted_by_hand(folder) as host:
+        await flush(host, dict.fromkeys(some_keys(P, 40), bytes(100)))
+        await compact(host)
+        assert P in host.compactor._costs
+        one = BlockRange(P, tuple(host.disk.store.heads(P)))
+        await host.compactor.rewrite(one, await host.compactor.examine(one))
         assert P in host.compactor._waiting
+        assert P not in host.compactor._costs
+
+
+@pytest.mark.asyncio
+async def test_a_partition_that_is_damaged_costs_nothing_more(folder: Path) -> None:
+    async with compacted_by_hand(folder) as host:
+        await flush(host, dict.fromkeys(some_keys(P, 40), bytes(100)))
+        await compact(host)
+        host.compactor.damaged({P: DataDamagedError("by hand")})
+        await flush(host, {some_keys(P, 1)[0]: b"v"})
+        assert P not in host.compactor._costs
+        assert P not in host.compactor._waiting
 
 
 @pytest.mark.asyncio

@@ -212,8 +212,17 @@ def test_columns_that_contradict_each_other_are_left_to_python(merge: Merge, col
     assert answer(changed(own[:-1])) is None
     assert answer(changed(own + own[-8:])) is None
     if column.endswith("offsets"):
-        for wrong in ([0, 1, 2, 3, 2**31 - 1], [0, 3, 2, 3, 4], [-1, 1, 2, 3, 4]):
+        for wrong in (
+            [0, 1, 2, 3, 2**31 - 1],
+            [0, 3, 2, 3, 4],
+            [-1, 1, 2, 3, 4],
+            [1, 1, 2, 3, 4],
+            [0, 1, 2, 3, 3],
+        ):
             assert answer(changed(np.array(wrong, "<i4").tobytes())) is None
+    if column == "seqnos":
+        for wrong in ([1, 3, 2, 4], [1, 2, 2, 4], [0, 1, 2, 3], [1, 2, 3, 5]):
+            assert answer(changed(np.array(wrong, "<u4").tobytes())) is None
     assert answer(replace(block, runs=make_runs([1024], [rows], 0, rows, rows, 1))) is None
     for start, end, horizon, count in (
         (0, 9, 9, rows + 1),
@@ -312,10 +321,13 @@ def test_arguments_of_another_kind_are_refused(merge: Merge) -> None:
     ):
         with pytest.raises(TypeError):
             merge(*wrong)
-    with pytest.raises(ValueError, match="another size"):
+    with pytest.raises(ValueError, match="not one uint64"):
         merge((), True, 0, 1, 1, highs[:5], None)
-    with pytest.raises(ValueError, match="another size"):
+    with pytest.raises(ValueError, match="not one uint64"):
         merge((), True, 0, 1, 1, highs, (highs, 1, highs[:5], 1))
+    for other in (highs.astype(np.int64), highs.astype(float), highs.astype(">u8")):
+        with pytest.raises(ValueError, match="not one uint64"):
+            merge((), True, 0, 1, 1, other, None)
     for window in ((-1, 1), (2, 1), (0, PARTITIONS + 1)):
         assert merge((), True, *window, 1, highs, None) is None
     assert merge((bytearray(b""),), True, 0, 1, 1, highs, None) is None

@@ -116,7 +116,7 @@ choose_crc(void)
 #endif
 }
 
-/* The hash of a key, as hashes_of of blocks.py. */
+/* The hash of a key, as hashes_of of keyspace.py. */
 
 static void
 fill_weights(void)
@@ -215,16 +215,16 @@ typedef struct {
 /* What a step without the interpreter lock ends with. */
 typedef enum { DONE, NOT_HERE, NO_MEMORY } Outcome;
 
-/* Whether offsets, one more than rows, never fall and stay within their data, with cells of at most so many bytes. */
+/* Whether offsets, one more than rows, never fall and are those of all their data, with cells of at most so many bytes. */
 static int
 offsets_fit(const char *offsets, Py_ssize_t rows, Py_ssize_t data_bytes, uint32_t most)
 {
-    int wrong = 0;
+    int wrong = number_at(offsets, 0) != 0 || number_at(offsets, rows) != (uint64_t)data_bytes;
     for (Py_ssize_t row = 0; row < rows; row++) {
         uint32_t first = number_at(offsets, row), end = number_at(offsets, row + 1);
         wrong |= (end < first) | (end - first > most);
     }
-    return !wrong && number_at(offsets, rows) <= (uint64_t)data_bytes;
+    return !wrong;
 }
 
 /* Read a number of at most 35 bits; NULL where there is none. */
@@ -368,8 +368,8 @@ count_rows(Merge *merge)
     return 1;
 }
 
-/* Place the rows of a source that are not stored yet behind those of their partitions. */
-static void
+/* Place the rows of a source that are not stored yet behind those of their partitions; whether the seqnos of each run rise. */
+static int
 place_rows(Merge *merge, const Source *source)
 {
     const char *const *columns = source->columns;
@@ -382,9 +382,13 @@ place_rows(Merge *merge, const Source *source)
             continue;
         }
         Share *share = &merge->shares[partition];
-        uint64_t stored = long_at(merge->stored + 8 * partition);
+        uint64_t stored = long_at(merge->stored + 8 * partition), before = long_at(run + START_AT);
         for (Py_ssize_t row = first; row < last; row++) {
             uint64_t seqno = seqno_of(source, run, first, row);
+            if (seqno <= before || seqno > long_at(run + END_AT)) {
+                return 0;
+            }
+            before = seqno;
             if (seqno <= stored) {
                 continue;
             }
@@ -401,6 +405,7 @@ place_rows(Merge *merge, const Source *source)
             placed->superseded = 0;
         }
     }
+    return 1;
 }
 
 /* Drop the rows of a partition whose key a later one has; whether that took no more comparisons than it should. */
@@ -556,7 +561,9 @@ plan(Merge *merge)
         return merge->rows == NULL ? NO_MEMORY : NOT_HERE;
     }
     for (Py_ssize_t at = 0; at < merge->source_count; at++) {
-        place_rows(merge, &merge->sources[at]);
+        if (!place_rows(merge, &merge->sources[at])) {
+            return NOT_HERE;
+        }
     }
     Py_ssize_t most = 0;
     for (const Share *share = merge->shares + merge->first; share < merge->shares + merge->last; share++) {
@@ -582,7 +589,10 @@ plan(Merge *merge)
 static char *
 put(char *to, const void *from, size_t size)
 {
-    memcpy(to, from, size);
+    /* A column without bytes has no place. */
+    if (size) {
+        memcpy(to, from, size);
+    }
     return to + size;
 }
 
@@ -775,11 +785,11 @@ PyDoc_STRVAR(merge_doc, "merge(blocks, check, first, last, most, stored, limits)
 static const char *
 table_of(PyObject *object, Py_buffer *view)
 {
-    if (PyObject_GetBuffer(object, view, PyBUF_SIMPLE) < 0) {
+    if (PyObject_GetBuffer(object, view, PyBUF_FORMAT | PyBUF_ND) < 0) {
         return NULL;
     }
-    if (view->len != 8 * PARTITIONS) {
-        PyErr_SetString(PyExc_ValueError, "a table has another size than one number for each partition");
+    if (view->len != 8 * PARTITIONS || view->itemsize != 8 || view->format == NULL || strchr("LQ", view->format[0]) == NULL) {
+        PyErr_SetString(PyExc_ValueError, "a table is not one uint64 for each partition");
         return NULL;
     }
     return view->buf;

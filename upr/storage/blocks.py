@@ -623,10 +623,10 @@ def merge_compiled(
     """Merge some partitions' rows, without the interpreter lock: the newest of a key stays, and all become blocks.
 
     Args:
+        blocks: encoded, in the order of their numbering.
         window: the first partition, and the one behind the last.
         stored: each partition's stored high, shape (1024,): the new blocks begin right above it.
         check: whether to verify the blocks' checksums.
-        blocks: encoded, in the order of their numbering.
         limits: ``passed``, ``old``, ``never`` and ``very_old`` of PurgeLimits.
 
     Returns:

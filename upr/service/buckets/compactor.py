@@ -137,19 +137,28 @@ class Compactor:
 
     def note(self, partitions: Iterable[int]) -> None:
         problems = self._bucket.partitions.problems
-        self._waiting.update(dict.fromkeys(p for p in partitions if p not in problems))
+        for partition in partitions:
+            # What is known of it may be out of date.
+            self._costs.pop(partition, None)
+            if partition not in problems:
+                self._waiting[partition] = None
         if self._waiting:
             self._wanted.set()
 
     def flushed(self, blocks: Iterable[tuple[int, int, bytes]]) -> None:
         """Note new blocks (partition, end_seqno, bytes). Partitions in which they leave nothing to compact are not looked
         at: to read the heads of all their blocks costs more than to flush a block."""
+        changed: dict[int, list[int] | None] = {}
         for partition, _, data in blocks:
-            costs = self._costs.get(partition)
+            costs = changed[partition] = self._costs.get(partition)
             if costs is not None:
                 costs.append(len(data) + BLOCK_COST)
-            if costs is None or first_to_merge(costs) is not None:
-                self.note([partition])
+        pinned = self._bucket.cuts.pinned
+        self.note(
+            partition
+            for partition, costs in changed.items()
+            if costs is None or pinned(partition) or first_to_merge(costs) is not None
+        )
 
     async def run(self) -> None:
         # Work left by an earlier process is not urgent: clients that waited for the server come first.
@@ -213,6 +222,7 @@ class Compactor:
             # Their frames hold all that was merged beside it.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self._waiting.pop(partition, None)
+            self._costs.pop(partition, None)
             # Once: clients restart its streams again and again.
             if partition not in known:
                 known[partition] = error
@@ -394,6 +404,7 @@ class Compactor:
                 await self._rest_after(started)
         finally:
             end_purge(self._bucket, raised)
+            self.note([one.partition])
         purged = examined.purge.count if examined.purge else 0
         self._disk.counters.purged_tombstones += purged
         return purged
