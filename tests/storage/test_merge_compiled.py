@@ -18,12 +18,13 @@ from upr.storage.compact import Chunk, FlushSlice, Merged, PurgeLimits, merge_di
 from upr.storage.keyspace import _WEIGHTS, hash_of
 from upr_protocol.block import RUN, Block, build_block, make_runs, sealed
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
-from upr_protocol.wire.codec import compress_block, encode_block
+from upr_protocol.wire.codec import compress_block, decode_block, encode_block
 
 ALL = FlushSlice(0, PARTITIONS, 0, 1)
 KEYS = [b"k", b"l", b"8 bytes.", b"9 bytes..", b"a key of 18 bytes.", b"k" * 100]
 OLD = 20
 STARTS = {0: 0, 5: 2**47, 1023: 7}
+TIMES = st.sampled_from([0, OLD, OLD + 1, 2 * OLD, 2 * OLD + 1])
 Merge = Callable[..., Any]
 
 
@@ -61,7 +62,7 @@ def numbered(draw: st.DrawFn) -> list[Block]:
     """Blocks of a few partitions, one behind the other: dense or with gaps, some ranges without rows, deletes, and times."""
     highs = dict(STARTS)
     blocks = []
-    for number in range(draw(st.integers(1, 5))):
+    for _ in range(draw(st.integers(1, 5))):
         owners = sorted(draw(st.sets(st.sampled_from(sorted(highs)), min_size=1)))
         counts = [draw(st.integers(0, 6)) for _ in owners]
         total = sum(counts)
@@ -79,12 +80,12 @@ def numbered(draw: st.DrawFn) -> list[Block]:
             start, end = highs[owner], highs[owner] + most
             # Of a stretch that goes on.
             horizon = end + draw(st.sampled_from([0, 0, 5]))
-            runs[at] = (owner, count, start, end, horizon, 10 * number + 1)
+            runs[at] = (owner, count, start, end, horizon, draw(TIMES))
             highs[owner], offsets = end, offsets + own
         block = build_block([k for k, _ in rows], [v for _, v in rows]) if rows else EMPTY
         dense = (runs["count"] == runs["end_seqno"] - runs["start_seqno"]) | (runs["count"] == 0)
         dated = bool(rows) and draw(st.booleans())
-        times = draw(st.lists(st.integers(0, 99), min_size=total, max_size=total)) if dated else []
+        times = draw(st.lists(TIMES, min_size=total, max_size=total)) if dated else []
         ops = bytes([value is None for _, value in rows])
         pairs = [(key, value or b"") for key, value in rows]
         blocks.append(
@@ -116,6 +117,9 @@ def encoded(block: Block) -> Encoded:
     return Encoded(block.runs, encode_block(block))
 
 
+LIMITS = st.sampled_from([0, 3, 2**48])
+
+
 def limits_at(passed: int, never: int) -> PurgeLimits:
     table = np.full(PARTITIONS, passed, np.uint64)
     return PurgeLimits(table, OLD, np.full(PARTITIONS, never, np.uint64), 2 * OLD)
@@ -126,7 +130,7 @@ def limits_at(passed: int, never: int) -> PurgeLimits:
     st.sampled_from([(0, 1024), (0, 6), (5, 6), (6, 1024), (3, 3)]),
     st.sampled_from([1, 60, 130, BLOCK_COLUMN_BYTES]),
     st.sampled_from([0, 1, 3, 9]),
-    st.none() | st.builds(limits_at, st.integers(0, 9), st.integers(0, 9)),
+    st.none() | st.builds(limits_at, LIMITS, LIMITS),
 )
 @settings(max_examples=200)
 def test_the_module_makes_what_python_makes(
@@ -236,6 +240,16 @@ def test_columns_that_contradict_each_other_are_left_to_python(merge: Merge, col
         assert answer(replace(block, runs=runs)) is None
 
 
+def test_fields_that_are_cut_or_there_twice_are_left_to_python(merge: Merge) -> None:
+    runs = make_runs([3], [1], 0, 1, 1, 1)
+    data = encode_block(sealed(replace(build_block([b"k"], [b"v"]), runs=runs)))
+    highs = np.zeros(PARTITIONS, np.uint64)
+    assert merge((data,), False, 0, PARTITIONS, 1000, highs, None)
+    # Its last field has five bytes.
+    for wrong in (data[:-1], data[:-4], data + data[-5:], data + b"\x00", data + b"\x5a\x00"):
+        assert merge((wrong,), False, 0, PARTITIONS, 1000, highs, None) is None
+
+
 def test_what_is_compressed_or_has_further_columns_is_left_to_python(merge: Merge) -> None:
     runs = make_runs([3], [9], 0, 9, 9, 1)
     block = sealed(replace(build_block([b"%d" % i for i in range(9)], [b"v" * 90] * 9), runs=runs))
@@ -249,6 +263,50 @@ def test_what_is_compressed_or_has_further_columns_is_left_to_python(merge: Merg
         )
         assert told == [None]
         assert made == reference
+
+
+def test_a_block_reaches_as_far_as_its_offsets(merge: Merge) -> None:
+    """A row at the last seqno that an offset can tell is in the block that ends there."""
+    far = 2**32 - 1
+    runs = make_runs([3], [2], 0, far, far, 1)
+    first = replace(build_block([b"a", b"b"], [b"v"] * 2), runs=runs)
+    first = sealed(replace(first, seqnos=np.array([1, far], "<u4").tobytes()))
+    runs = make_runs([3], [1], far, far + 1, far + 1, 1)
+    last = sealed(replace(build_block([b"c"], [b"v"]), runs=runs))
+    told, made, reference = both(
+        merge, [encoded(first), encoded(last)], ALL, 1000, np.zeros(PARTITIONS, np.uint64)
+    )
+    assert told != [None]
+    assert made == reference
+    assert [(end, decode_block(data).rows) for _, end, data in made.blocks] == [
+        (far, 2),
+        (far + 1, 1),
+    ]
+
+
+@pytest.mark.parametrize("limits", [(9, OLD, 0, 0), (0, 0, 9, OLD)])
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_tombstone_at_its_limits_is_left_to_python(
+    merge: Merge, limits: tuple[int, int, int, int], beyond: int
+) -> None:
+    passed, old, never, very_old = limits
+    tables = [np.full(PARTITIONS, seqno, np.uint64) for seqno in (passed, never)]
+    runs = make_runs([3], [9], 0, 9, 9, OLD + beyond)
+    rows = [b"%d" % i for i in range(9)]
+    block = sealed(replace(build_block(rows, [b"v"] * 8 + [None]), runs=runs))
+    for start, purged in ((0, not beyond), (1, False)):
+        highs = np.full(PARTITIONS, start, np.uint64)
+        told, made, reference = both(
+            merge,
+            [encoded(block)],
+            ALL,
+            1000,
+            highs,
+            limits=PurgeLimits(tables[0], old, tables[1], very_old),
+        )
+        assert made == reference
+        assert bool(made.purges) == purged
+        assert (told == [None]) == purged
 
 
 @pytest.mark.parametrize("most", [3 * 30 - 1, 3 * 30])
