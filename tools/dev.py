@@ -35,6 +35,7 @@ ALL_SECONDS = 690
 """From when on no further mutant is begun."""
 BUILT_FROM = (
     "pyproject.toml",
+    "client/upr_protocol/_columns.h",
     "client/upr_protocol/_rows.c",
     "upr/storage/_merge.c",
     "tools/build_compiled.py",

@@ -7,23 +7,15 @@ upr/storage/blocks.py, and what upr/engine/bucket.py does to number a write; and
 the reference, and so both always agree. Every offset is compared with the end of its column before anything is read there.
 */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_columns.h"
 
-#include <stdint.h>
-#include <string.h>
-
-#if PY_BIG_ENDIAN
-#error "columns are little-endian, and are read here as they lie"
-#endif
 #ifdef Py_GIL_DISABLED
 #error "lists are filled here without a lock"
 #endif
 
-enum { RUN_BYTES = 40, COUNT_AT = 4, START_AT = 8, END_AT = 16, HORIZON_AT = 24, TIME_AT = 32 };
-enum { FIELDS = 5, OP_DELETE = 1 };
+enum { FIELDS = 5 };
 /* As in limits.py and block.py. */
-enum { PARTITIONS = 1024, KEY_BYTES_MAX = 4096, VALUE_BYTES_MAX = 20 << 20, ROW_BYTES = 9, BLOCK_ROWS_MAX = 1 << 18 };
+enum { VALUE_BYTES_MAX = 20 << 20, ROW_BYTES = 9, BLOCK_ROWS_MAX = 1 << 18 };
 
 /* Larger seqnos than a block can hold: their sums would differ from those of Python. */
 static const uint64_t START_MAX = UINT64_C(1) << 62;
@@ -44,22 +36,6 @@ typedef struct {
     Py_ssize_t value_bytes;
     Py_ssize_t rows;
 } Columns;
-
-static uint32_t
-number_at(const char *column, Py_ssize_t index)
-{
-    uint32_t number;
-    memcpy(&number, column + 4 * index, sizeof number);
-    return number;
-}
-
-static uint64_t
-long_at(const char *place)
-{
-    uint64_t number;
-    memcpy(&number, place, sizeof number);
-    return number;
-}
 
 /* Whether offsets, one more than rows, run from 0 to at most the end of their data and never fall. */
 static int
@@ -379,44 +355,13 @@ size(PyObject *module, PyObject *list)
     return PyLong_FromSsize_t(total);
 }
 
-/* Of zlib's CRC-32: the CRC of each byte with so many zeros behind it. */
-static uint32_t crc_steps[8][256];
-
-static void
-fill_crc_steps(void)
-{
-    for (uint32_t byte = 0; byte < 256; byte++) {
-        uint32_t crc = byte;
-        for (int bit = 0; bit < 8; bit++) {
-            crc = crc & 1 ? UINT32_C(0xEDB88320) ^ (crc >> 1) : crc >> 1;
-        }
-        crc_steps[0][byte] = crc;
-    }
-    for (int zeros = 1; zeros < 8; zeros++) {
-        for (int byte = 0; byte < 256; byte++) {
-            uint32_t crc = crc_steps[zeros - 1][byte];
-            crc_steps[zeros][byte] = crc_steps[0][crc & 0xFF] ^ (crc >> 8);
-        }
-    }
-}
+/* Of zlib's CRC-32. */
+static CrcSteps crc_steps;
 
 static unsigned
 partition_of(const char *key, Py_ssize_t size)
 {
-    uint32_t crc = UINT32_MAX;
-    for (; size >= 8; key += 8, size -= 8) {
-        uint32_t low, high;
-        memcpy(&low, key, sizeof low);
-        memcpy(&high, key + 4, sizeof high);
-        low ^= crc;
-        crc = crc_steps[7][low & 0xFF] ^ crc_steps[6][low >> 8 & 0xFF] ^ crc_steps[5][low >> 16 & 0xFF] ^ crc_steps[4][low >> 24]
-              ^ crc_steps[3][high & 0xFF] ^ crc_steps[2][high >> 8 & 0xFF] ^ crc_steps[1][high >> 16 & 0xFF]
-              ^ crc_steps[0][high >> 24];
-    }
-    for (; size > 0; key++, size--) {
-        crc = crc_steps[0][(crc ^ (unsigned char)*key) & 0xFF] ^ (crc >> 8);
-    }
-    return (~crc >> 16) % PARTITIONS;
+    return (~add_by_steps(crc_steps, UINT32_MAX, key, size) >> 16) % PARTITIONS;
 }
 
 /* Columns that are being made. */
@@ -910,22 +855,6 @@ joined(PyObject *module, PyObject *const *args, Py_ssize_t count)
 
 /* As in limits.py. */
 enum { COLUMNS_BYTES_MAX = (24 << 20) - (64 << 10) };
-static const uint64_t SPAN_MAX = UINT32_MAX, SEQNO_MAX = (UINT64_C(1) << 48) - 1;
-
-/* Whether cells, whose offsets fit, have lengths that are allowed, a delete's none, and are all of their data. */
-static int
-cells_sound(const char *offsets, const char *op_codes, Py_ssize_t rows, Py_ssize_t bytes, uint32_t least, uint32_t most)
-{
-    int wrong = number_at(offsets, 0) != 0 || number_at(offsets, rows) != (uint64_t)bytes;
-    for (Py_ssize_t row = 0; row < rows; row++) {
-        uint32_t length = number_at(offsets, row + 1) - number_at(offsets, row);
-        wrong |= (length < least) | (length > most);
-    }
-    for (Py_ssize_t row = 0; op_codes != NULL && row < rows; row++) {
-        wrong |= (op_codes[row] == OP_DELETE) & (number_at(offsets, row + 1) != number_at(offsets, row));
-    }
-    return !wrong;
-}
 
 /* Whether the seqnos of a run rise, and lie within it. */
 static int
@@ -1170,6 +1099,6 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__rows(void)
 {
-    fill_crc_steps();
+    fill_crc_steps(crc_steps, UINT32_C(0xEDB88320));
     return PyModuleDef_Init(&definition);
 }

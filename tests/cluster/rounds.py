@@ -37,8 +37,8 @@ FAILS = ".fails"
 
 
 JOURNAL_BYTES = 2**18
-LIMIT_BYTES = 2**20
 """Length of a journal beside which a server's other files are small."""
+LIMIT_BYTES = 2**20
 
 
 class ClusterRounds:

@@ -50,7 +50,7 @@ def plan_merge(
     mergeable = [head for head in heads if head.end <= complete]
     for segment in segments(mergeable, pinned):
         tiers = stretches(partition, segment, settled)
-        first = first_to_merge([_cost(tier) for tier in tiers])
+        first = first_to_merge(_costs(tiers))
         if first is not None:
             chosen = [head for tier in tiers[first:] for head in tier.heads]
             return BlockRange(partition, tuple(chosen))
@@ -133,11 +133,16 @@ def costs_of(
     partition: int, heads: Sequence[Head], settled: Iterable[tuple[int, int]]
 ) -> list[int]:
     """Return what each stretch of a partition that no seqno is pinned in costs, for ``first_to_merge``."""
-    return [_cost(tier) for tier in stretches(partition, heads, settled)]
+    return _costs(stretches(partition, heads, settled))
 
 
-def _cost(tier: BlockRange) -> int:
-    return tier.size + BLOCK_COST * len(tier.heads)
+def _costs(tiers: Sequence[BlockRange]) -> list[int]:
+    return [cost_of(tier.size, len(tier.heads)) for tier in tiers]
+
+
+def cost_of(size: int, blocks: int = 1) -> int:
+    """Return what so many bytes in so many blocks cost."""
+    return size + BLOCK_COST * blocks
 
 
 @dataclass(frozen=True, slots=True)

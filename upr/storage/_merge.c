@@ -4,19 +4,10 @@ What is not for this module, or contradicts itself, is left to it: then the answ
 with the end of its data before anything is read there.
 */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "../../client/upr_protocol/_columns.h"
 
-#include <stdint.h>
-#include <string.h>
-
-#if PY_BIG_ENDIAN
-#error "columns are little-endian, and are read here as they lie"
-#endif
-
-enum { RUN_BYTES = 40, COUNT_AT = 4, START_AT = 8, END_AT = 16, HORIZON_AT = 24, TIME_AT = 32 };
-/* As in limits.py and blocks.py. */
-enum { PARTITIONS = 1024, KEY_BYTES_MAX = 4096, ROW_BYTES = 21 };
+/* As in blocks.py. */
+enum { ROW_BYTES = 21 };
 enum { SEQNOS, OPS, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES, TIMES, COLUMNS };
 /* Fields of a block, which are its columns between these, and their wire types. */
 enum { RUNS_FIELD = 1, FIRST_COLUMN = 2, COLUMNS_CRC_FIELD = 9, TABLE_CRC_FIELD = 10 };
@@ -26,26 +17,9 @@ enum { HASHES_KIND = 1, HASHES_HEAD = 12, BLOCK_KEY_BYTES = 10 };
 enum { WORD = 8, WEIGHTS = KEY_BYTES_MAX / WORD + 2 };
 /* More comparisons than this for each row are made only by keys whose hashes are forged. */
 enum { LOOKS = 16 };
-static const uint64_t SPAN_MAX = UINT32_MAX, SEQNO_MAX = (UINT64_C(1) << 48) - 1;
 
 static uint64_t weights[WEIGHTS];
-static uint32_t crc_steps[8][256];
-
-static uint32_t
-number_at(const char *column, Py_ssize_t index)
-{
-    uint32_t number;
-    memcpy(&number, column + 4 * index, sizeof number);
-    return number;
-}
-
-static uint64_t
-long_at(const char *place)
-{
-    uint64_t number;
-    memcpy(&number, place, sizeof number);
-    return number;
-}
+static CrcSteps crc_steps;
 
 /* CRC32C. The library that computes it elsewhere can only be called with the interpreter lock. */
 
@@ -53,38 +27,10 @@ long_at(const char *place)
 #define CRC_BY_PROCESSOR
 #endif
 
-static void
-fill_crc_steps(void)
-{
-    for (uint32_t byte = 0; byte < 256; byte++) {
-        uint32_t crc = byte;
-        for (int bit = 0; bit < 8; bit++) {
-            crc = crc & 1 ? UINT32_C(0x82F63B78) ^ (crc >> 1) : crc >> 1;
-        }
-        crc_steps[0][byte] = crc;
-    }
-    for (int zeros = 1; zeros < 8; zeros++) {
-        for (int byte = 0; byte < 256; byte++) {
-            uint32_t crc = crc_steps[zeros - 1][byte];
-            crc_steps[zeros][byte] = crc_steps[0][crc & 0xFF] ^ (crc >> 8);
-        }
-    }
-}
-
 static uint32_t
 crc_by_tables(uint32_t crc, const char *data, size_t size)
 {
-    for (; size >= WORD; data += WORD, size -= WORD) {
-        uint64_t word = long_at(data) ^ crc;
-        crc = 0;
-        for (int byte = 0; byte < WORD; byte++) {
-            crc ^= crc_steps[WORD - 1 - byte][word >> 8 * byte & 0xFF];
-        }
-    }
-    for (; size; data++, size--) {
-        crc = crc_steps[0][(crc ^ (unsigned char)*data) & 0xFF] ^ (crc >> 8);
-    }
-    return crc;
+    return add_by_steps(crc_steps, crc, data, size);
 }
 
 #ifdef CRC_BY_PROCESSOR
@@ -108,7 +54,7 @@ static uint32_t (*add_to_crc)(uint32_t, const char *, size_t) = crc_by_tables;
 static void
 choose_crc(void)
 {
-    fill_crc_steps();
+    fill_crc_steps(crc_steps, UINT32_C(0x82F63B78));
 #ifdef CRC_BY_PROCESSOR
     if (__builtin_cpu_supports("sse4.2")) {
         add_to_crc = crc_by_processor;
@@ -152,7 +98,6 @@ typedef struct {
     const char *runs;
     Py_ssize_t run_count;
     const char *columns[COLUMNS];
-    Py_ssize_t rows;
 } Source;
 
 typedef struct {
@@ -214,18 +159,6 @@ typedef struct {
 
 /* What a step without the interpreter lock ends with. */
 typedef enum { DONE, NOT_HERE, NO_MEMORY } Outcome;
-
-/* Whether offsets, one more than rows, never fall and are those of all their data, with cells of at most so many bytes. */
-static int
-offsets_fit(const char *offsets, Py_ssize_t rows, Py_ssize_t data_bytes, uint32_t most)
-{
-    int wrong = number_at(offsets, 0) != 0 || number_at(offsets, rows) != (uint64_t)data_bytes;
-    for (Py_ssize_t row = 0; row < rows; row++) {
-        uint32_t first = number_at(offsets, row), end = number_at(offsets, row + 1);
-        wrong |= (end < first) | (end - first > most);
-    }
-    return !wrong;
-}
 
 /* Read a number of at most 35 bits; NULL where there is none. */
 static const unsigned char *
@@ -301,7 +234,6 @@ take_source(PyObject *block, int check, Source *source)
     for (int column = 0; column < COLUMNS; column++) {
         source->columns[column] = columns[column] ? places[FIRST_COLUMN + column] : NULL;
     }
-    source->rows = (Py_ssize_t)rows;
     if (rows == 0) {
         return 1;
     }
@@ -310,8 +242,8 @@ take_source(PyObject *block, int check, Source *source)
         || (columns[TIMES] && columns[TIMES] != 8 * rows)) {
         return 0;
     }
-    return offsets_fit(source->columns[KEY_OFFSETS], source->rows, columns[KEYS], KEY_BYTES_MAX)
-           && offsets_fit(source->columns[VALUE_OFFSETS], source->rows, columns[VALUES], INT32_MAX);
+    return cells_sound(source->columns[KEY_OFFSETS], NULL, rows, columns[KEYS], 0, KEY_BYTES_MAX)
+           && cells_sound(source->columns[VALUE_OFFSETS], NULL, rows, columns[VALUES], 0, INT32_MAX);
 }
 
 /* Take all blocks apart; whether each one fits. */
@@ -831,7 +763,7 @@ static PyObject *
 merge(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     if (count != 7 || !PyTuple_CheckExact(args[0]) || !PyBool_Check(args[1])
-        || (args[6] != Py_None && !PyTuple_CheckExact(args[6]))) {
+        || (args[6] != Py_None && !PyTuple_Check(args[6]))) {
         PyErr_SetString(PyExc_TypeError, "merge takes a tuple of blocks, whether to check them, two partitions, bytes, a table of seqnos, and limits");
         return NULL;
     }

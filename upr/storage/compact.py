@@ -65,8 +65,7 @@ from upr_protocol.wire.codec import further_in, plain_bytes
 Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class PurgeLimits:
+class PurgeLimits(NamedTuple):
     """Limits of a purge, by partition; seqnos of shape (1024,), times in microseconds since the epoch.
 
     Attributes:
@@ -359,10 +358,7 @@ def _merge_blocks(
     check: bool,
 ) -> Merged | None:
     """Merge encoded blocks with the compiled module; None where it leaves that to ``_merge_rows``."""
-    told = None
-    if limits is not None:
-        told = limits.passed, limits.old, limits.never, limits.very_old
-    made = merge_compiled(blocks, (part.first, part.last), stored, told, check=check)
+    made = merge_compiled(blocks, (part.first, part.last), stored, limits, check=check)
     if made is None:
         return None
     merged = Merged([], {})
@@ -668,11 +664,11 @@ def _merge_found(
     damaged: dict[int, UprError],
 ) -> Merged:
     """Merge blocks by partition. Partitions with one that fails its checks are moved to ``damaged``."""
-    merged = None
-    if found:
-        part = FlushSlice(min(found), max(found) + 1, 0, 1)
-        blocks = list(chain.from_iterable(found.values()))
-        merged = _merge_blocks(blocks, part, starts, limits, compress, check=True)
+    if not found:
+        return Merged([], {})
+    part = FlushSlice(min(found), max(found) + 1, 0, 1)
+    blocks = list(chain.from_iterable(found.values()))
+    merged = _merge_blocks(blocks, part, starts, limits, compress, check=True)
     if merged is not None:
         return merged
     sound: dict[int, list[Encoded]] = {}

@@ -32,9 +32,6 @@ from upr_protocol.wire.compression import zstd_available
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
 from upr_protocol.wire.v1 import types_pb2
 
-# Imports what the first call would wait for otherwise.
-zstd_available()
-
 STABILITIES: Final = {
     "disk": types_pb2.STABILITY_DISK,
     "memory": types_pb2.STABILITY_MEMORY,

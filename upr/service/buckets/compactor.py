@@ -24,10 +24,10 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket
 from upr.engine.compaction import (
-    BLOCK_COST,
     Holder,
     PurgeAges,
     begin_purge,
+    cost_of,
     costs_of,
     end_purge,
     first_to_merge,
@@ -152,7 +152,7 @@ class Compactor:
         for partition, _, data in blocks:
             costs = changed[partition] = self._costs.get(partition)
             if costs is not None:
-                costs.append(len(data) + BLOCK_COST)
+                costs.append(cost_of(len(data)))
         pinned = self._bucket.cuts.pinned
         self.note(
             partition
@@ -232,11 +232,9 @@ class Compactor:
 
     async def _merge(self, partitions: Sequence[int]) -> None:
         pins = {p: self._bucket.cuts.pinned(p) for p in partitions}
-        for partition in partitions:
-            # What is flushed from here on has them looked at again.
-            self._costs.pop(partition, None)
         ranges, problems, costs = await self.in_thread(lambda: self._look(pins))
         self.damaged(problems)
+        # What was flushed meanwhile has them looked at again.
         self._costs.update((p, found) for p, found in costs.items() if p not in self._waiting)
         crossed = [one.partition for one in ranges if self.crosses_pin(one)]
         ranges = [one for one in ranges if one.partition not in crossed]
