@@ -189,7 +189,9 @@ def targets() -> list[Target]:
     position = Position(3, 4, 4, 9, 9, (2, 9), FailoverLog.from_pairs([(4, 0)]))
     runs = types_pb2.Block.FromString(samples[1]).runs
     problem = types_pb2.Problem(reason="NO_ROOM", retriable=True, message="m", hint="h")
-    record = encode_record(Commit(7, (JournalEntry(samples[0], (NumberedWrite(b"p", 1),)),)))
+    record = b"".join(
+        encode_record(Commit(7, (JournalEntry(samples[0], (NumberedWrite(b"p", 1),)),)))
+    )
     return [
         Target("a block", codec.decode_block, samples, mend=mend_block),
         Target("a stored block", _open, samples, mend=mend_block),

@@ -11,8 +11,9 @@ succeeds without them.
 
 import errno
 import os
+import posix
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,19 +103,32 @@ class SimulatedFile:
         """The system writes some of what is dirty by itself."""
         self._write_back([p for p in sorted(self._dirty) if rng.random() < 0.5], self.medium)
 
-    def sync(self) -> None:
-        """Have everything on the medium."""
-        if self._cut is not None:
-            del self.medium[self._cut :]
-        self._write_back(sorted(self._dirty), self.medium)
-        del self.medium[len(self.cache) :]
-        self.medium.extend(bytes(len(self.cache) - len(self.medium)))
-        self._dirty, self._cut = set(), None
+    def sync(self, part: range | None = None) -> None:
+        """Have everything on the medium; of a part what is in it, and that it is there, but nothing that was cut off."""
+        pages = self._dirty_in(part)
+        if part is None:
+            if self._cut is not None:
+                del self.medium[self._cut :]
+            self._write_back(sorted(pages), self.medium)
+            del self.medium[len(self.cache) :]
+            self.medium.extend(bytes(len(self.cache) - len(self.medium)))
+            self._cut = None
+        else:
+            self._write_back(sorted(pages), self.medium)
+            if self._cut is not None:
+                self._cut = max(self._cut, part.stop)
+        self._dirty -= pages
 
-    def fail_to_sync(self, rng: random.Random) -> None:
+    def fail_to_sync(self, rng: random.Random, part: range | None = None) -> None:
         """Write some of it, and believe that all is written."""
         self.some_written_back(rng)
-        self._dirty = set()
+        self._dirty -= self._dirty_in(part)
+
+    def _dirty_in(self, part: range | None) -> set[int]:
+        if part is None:
+            return set(self._dirty)
+        first, end = part.start // self._sector, part.stop
+        return {page for page in self._dirty if page >= first and page * self._sector < end}
 
     def lose_power(self, rng: random.Random) -> None:
         """Have of what was not synced what the seed leaves."""
@@ -152,6 +166,8 @@ class SimulatedDisk:
         counts: how often what happened.
     """
 
+    O_DSYNC = posix.O_DSYNC
+
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self._folder = folder
         self._rng = rng
@@ -164,6 +180,8 @@ class SimulatedDisk:
         self._durable_names = dict(self._names)
         self._open: dict[int, SimulatedFile | None] = {}
         """By descriptor; None for the folder."""
+        self._syncing: set[int] = set()
+        """Descriptors whose writes are synced by the call that writes."""
         self._others: set[int] = set()
         self.faults: list[Fault] = []
         self._dead = False
@@ -251,13 +269,16 @@ class SimulatedDisk:
             self._open[fd] = None
             return fd
         assert path.parent == self._folder, f"{path} is not simulated"
-        fd = os.open(path, flags, mode)
+        fd = os.open(path, flags & ~self.O_DSYNC, mode)
         file = self._names.get(path.name)
         if file is None:
             file = self._names[path.name] = SimulatedFile(self._sector)
         if flags & os.O_TRUNC and file.cache:
             file.truncate(0)
         self._open[fd] = file
+        self._syncing.discard(fd)
+        if flags & self.O_DSYNC:
+            self._syncing.add(fd)
         return fd
 
     def close(self, fd: int) -> None:
@@ -291,11 +312,16 @@ class SimulatedDisk:
             if size and self._rng.random() < 0.5:
                 # First a short count, then the error.
                 self.faults.append(Fault(("write",), 1, fault.error))
-                return size
-            raise OSError(fault.error, os.strerror(fault.error))
+            else:
+                raise OSError(fault.error, os.strerror(fault.error))
+        if fd in self._syncing:
+            self.fsync(fd, range(at, at + size))
         return size
 
-    def fsync(self, fd: int) -> None:
+    def pwritev(self, fd: int, pieces: Sequence[bytes], at: int) -> int:
+        return self.pwrite(fd, b"".join(pieces), at)
+
+    def fsync(self, fd: int, part: range | None = None) -> None:
         if fd in self._others:
             os.fsync(fd)
             return
@@ -303,7 +329,7 @@ class SimulatedDisk:
         file = self._open[fd]
         if fault is not None:
             if file is not None and fault.error:
-                file.fail_to_sync(self._rng)
+                file.fail_to_sync(self._rng, part)
             elif file is None:
                 self._names_written_back()
             self._fail(fault, "fsync")
@@ -311,10 +337,7 @@ class SimulatedDisk:
         if file is None:
             self._durable_names = dict(self._names)
         else:
-            file.sync()
-
-    def fdatasync(self, fd: int) -> None:
-        self.fsync(fd)
+            file.sync(part)
 
     def ftruncate(self, fd: int, size: int) -> None:
         if fd not in self._open:

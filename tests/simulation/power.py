@@ -36,7 +36,7 @@ class Medium:
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Have what is synced and renamed noted from now on; nothing reaches the disk of this machine."""
-        unlink, rename = os.unlink, os.rename
+        unlink, rename, pwrite, pwritev = os.unlink, os.rename, os.pwrite, os.pwritev
 
         def unlinked(path: Any, **more: Any) -> None:
             if not more and not os.path.islink(path) and os.path.isfile(path):
@@ -55,9 +55,20 @@ class Medium:
 
             self._note(new, back)
 
+        def written(write: Callable[..., int]) -> Callable[..., int]:
+            # Only the journal has these calls, and its files are open for writes that are synced.
+            def wrote(fd: int, *what: Any) -> int:
+                size = write(fd, *what)
+                self._synced(fd)
+                return size
+
+            return wrote
+
         for name, call in (
             ("fsync", self._synced),
-            ("fdatasync", self._synced),
+            ("O_DSYNC", 0),
+            ("pwrite", written(pwrite)),
+            ("pwritev", written(pwritev)),
             ("unlink", unlinked),
             ("rename", renamed),
             ("replace", renamed),

@@ -295,6 +295,7 @@ class World:
         through = self.bucket.end_flush(complete=True)
         self.plan = None
         self.journal.drop_through(through)
+        self.journal.remove_dropped()
         self.count("flushes")
         return True
 

@@ -1,7 +1,10 @@
 """The journal: what was appended is there, a torn end is cut off, damage is damage."""
 
 import errno
+import fcntl
 import os
+import posix
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from upr import failpoints
 from upr.storage import journal as journal_module
 from upr.storage.journal import (
+    PIECES_MAX,
     ROOM_BYTES,
     ROOM_RECORD_BYTES,
     Commit,
@@ -41,6 +45,10 @@ def filled(folder: Path, count: int) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+def record(one: Commit) -> bytes:
+    return b"".join(encode_record(one))
+
+
 def replayed(folder: Path) -> tuple[list[Commit], int]:
     journal = Journal(folder, VERSION)
     commits = list(journal.replay())
@@ -61,7 +69,7 @@ def test_one_write_with_runs_of_its_own_keeps_them(tmp_path: Path) -> None:
     journal.close()
     assert replayed(tmp_path / "j") == ([alone], 0)
     (segment,) = (tmp_path / "j").iterdir()
-    assert written == len(encode_record(alone))
+    assert written == len(record(alone))
     assert segment.stat().st_size == journal.size
 
 
@@ -100,15 +108,21 @@ def test_segments_rotate_and_are_dropped(tmp_path: Path, monkeypatch: pytest.Mon
     journal = Journal(tmp_path / "j", VERSION)
     assert [c.number for c in journal.replay()] == [1, 2, 3, 4, 5, 6]
     journal.drop_through(3)
+    # Commits do not wait until they are gone, and until then they count.
+    size = journal.size
+    assert size == sum(file.stat().st_size for file in files)
+    journal.remove_dropped()
+    assert journal.size == sum(f.stat().st_size for f in files if f.exists()) < size
     assert [c.number for c in replayed(tmp_path / "j")[0]][-3:] == [4, 5, 6]
     journal.drop_through(6)
+    journal.remove_dropped()
     assert not any(found.commit for found in journal.inspect())
     journal.append(commit(7))
     journal.close()
     assert [c.number for c in replayed(tmp_path / "j")[0]] == [7]
 
 
-@pytest.mark.parametrize("cut", range(1, len(encode_record(commit(3)))))
+@pytest.mark.parametrize("cut", range(1, len(record(commit(3)))))
 def test_a_record_torn_at_any_byte_is_cut_off(tmp_path: Path, cut: int) -> None:
     (file,) = filled(tmp_path / "j", 3)
     size = file.stat().st_size
@@ -116,7 +130,7 @@ def test_a_record_torn_at_any_byte_is_cut_off(tmp_path: Path, cut: int) -> None:
     commits, torn = replayed(tmp_path / "j")
     assert commits == [commit(1), commit(2)]
     # What it ends with may be room.
-    assert torn == len(encode_record(commit(3))[:-cut].rstrip(b"\0"))
+    assert torn == len(record(commit(3))[:-cut].rstrip(b"\0"))
     assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
 
 
@@ -159,7 +173,7 @@ def test_a_record_torn_in_its_room_is_cut_off(tmp_path: Path) -> None:
     (file,) = filled(tmp_path / "j", 2)
     whole = file.read_bytes()
     # The head and the end of the payload reached the disk, and what lies between did not.
-    file.write_bytes(whole + encode_record(commit(3))[:40] + bytes(ROOM_BYTES))
+    file.write_bytes(whole + record(commit(3))[:40] + bytes(ROOM_BYTES))
     (torn,) = [one for one in Journal(tmp_path / "j", VERSION).inspect() if one.commit is None]
     assert torn.torn_by_kill
     commits, size = replayed(tmp_path / "j")
@@ -170,15 +184,15 @@ def test_a_record_torn_in_its_room_is_cut_off(tmp_path: Path) -> None:
 def test_a_record_that_would_fill_its_room_is_torn_as_others_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = len(encode_record(commit(2)))
-    monkeypatch.setattr(journal_module, "ROOM_BYTES", len(encode_record(commit(1))) + size)
+    size = len(record(commit(2)))
+    monkeypatch.setattr(journal_module, "ROOM_BYTES", len(record(commit(1))) + size)
     journal = Journal(tmp_path / "j", VERSION)
     list(journal.replay())
     journal.append(commit(1))
-    arm(monkeypatch, "journal.half_append=error:EIO:1")
+    arm(monkeypatch, "journal.half_append=error:ENOSPC:1")
     # As a killed process leaves it.
     monkeypatch.setattr(journal, "_take_back", lambda _: None)
-    with pytest.raises(OSError, match=r"\[Errno 5\]"):
+    with pytest.raises(OSError, match=r"\[Errno 28\]"):
         journal.append(commit(2))
     *_, torn = Journal(tmp_path / "j", VERSION).inspect()
     assert torn.torn_bytes
@@ -439,22 +453,33 @@ def test_unknown_failpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         arm(monkeypatch, "nowhere=kill")
 
 
-def test_every_append_is_synced_after_it_was_written(
+def test_every_append_is_synced_by_the_call_that_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Tests sync nothing else.
+    monkeypatch.setattr(os, "O_DSYNC", posix.O_DSYNC)
+    pwritev, synced = os.pwritev, list[int]()
+
+    def note(fd: int, pieces: Sequence[bytes], at: int) -> int:
+        synced.append(fcntl.fcntl(fd, fcntl.F_GETFL) & posix.O_DSYNC)
+        return pwritev(fd, pieces, at)
+
+    monkeypatch.setattr(os, "pwritev", note)
+    # In a segment that is new, and in one that a start found.
+    filled(tmp_path / "j", 1)
+    journal = Journal(tmp_path / "j", VERSION)
+    assert list(journal.replay()) == [commit(1)]
+    journal.append(commit(2))
+    journal.close()
+    assert synced == [posix.O_DSYNC] * 2
+    assert replayed(tmp_path / "j")[0] == [commit(1), commit(2)]
+
+
+def test_a_record_of_more_pieces_than_one_call_writes_is_written_whole(tmp_path: Path) -> None:
+    entries = tuple(JournalEntry(bytes([n % 256])) for n in range(PIECES_MAX))
     journal = Journal(tmp_path / "j", VERSION)
     list(journal.replay())
-    synced: list[int] = []
-    fdatasync = os.fdatasync
-
-    def note(fd: int) -> None:
-        synced.append(os.fstat(fd).st_size)
-        fdatasync(fd)
-
-    monkeypatch.setattr(os, "fdatasync", note)
-    sizes = []
-    for number in (1, 2):
-        journal.append(commit(number))
-        sizes.append(journal.size)
+    journal.append(Commit(1, entries))
+    journal.append(commit(2))
     journal.close()
-    assert synced == sizes
+    assert replayed(tmp_path / "j")[0] == [Commit(1, entries), commit(2)]

@@ -66,6 +66,9 @@ class Life:
         self.dropped = self.rng.randint(self.dropped, self.acknowledged)
         self.journal.drop_through(self.dropped)
 
+    def remove(self) -> None:
+        self.journal.remove_dropped()
+
     def crash(self, *, power: bool) -> None:
         self.disk.crash(power=power)
         self.start()
@@ -83,8 +86,10 @@ class Life:
         try:
             if chance < 0.05:
                 self.crash(power=self.rng.random() < 0.5)
-            elif chance < 0.25:
+            elif chance < 0.2:
                 self.drop()
+            elif chance < 0.3:
+                self.remove()
             else:
                 self.append()
         except OSError:
@@ -146,8 +151,9 @@ def test_what_was_taken_back_does_not_come_back_before_newer_records(
         assert (life.acknowledged, life.stopped) == (1, False)
         # A new segment is begun, and the old one cannot be removed.
         life.disk.faults = [Fault(("unlink",), 1, errno.EIO)]
+        life.journal.drop_through(1)
         with pytest.raises(OSError, match="Errno 5"):
-            life.journal.drop_through(1)
+            life.remove()
         life.append()
         assert life.acknowledged == 2
         life.crash(power=True)

@@ -11,7 +11,7 @@ from upr_protocol.errors import DataDamagedError
 
 
 def test_a_torn_record_whose_value_holds_a_whole_record_is_torn(tmp_path: Path) -> None:
-    inner = encode_record(Commit(1, (JournalEntry(b"somebody's backup"),)))
+    inner = b"".join(encode_record(Commit(1, (JournalEntry(b"somebody's backup"),))))
     journal = Journal(tmp_path / "j", 7)
     list(journal.replay())
     journal.append(Commit(1, (JournalEntry(b"first"),)))
@@ -42,7 +42,7 @@ def test_a_segment_whose_header_never_reached_the_disk_is_taken_over(tmp_path: P
 def test_a_value_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
     # All checksums of it are right, and what it holds is not what a record holds.
     payload = b"\1"
-    record = encode_record(Commit(1, (JournalEntry(b"x"),)))[: _RECORD.size]
+    record = encode_record(Commit(1, (JournalEntry(b"x"),)))[0]
     fields = [*_RECORD.unpack(record)][:-1]
     fields[1], fields[3] = len(payload), google_crc32c.value(payload)
     head = _RECORD.pack(*fields, 0)[:-4]

@@ -21,6 +21,7 @@ would get wrong seqnos.
 """
 
 import contextlib
+import errno
 import os
 import struct
 import time
@@ -50,6 +51,9 @@ ROOM_BYTES = 2**20
 """Most room that is made at once."""
 ROOM_RECORD_BYTES = 64 * 2**10
 """Size of a record from which no room is made for it, as the time of its sync goes with its bytes; and the least room."""
+PIECES_MAX = 1024
+"""Most pieces that one call of Linux writes."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TICK_NANOSECONDS = 20 * 10**6
 """More than the step in which Linux before 6.13 counts the times of files."""
 
@@ -102,8 +106,8 @@ def _name(producer: bytes, number: int) -> bytes:
     return _LENGTH.pack(len(producer)) + producer + _NUMBER.pack(number)
 
 
-def encode_record(commit: Commit) -> bytes:
-    """Return a record's head, and the entries' heads and blocks behind it."""
+def encode_record(commit: Commit) -> list[bytes]:
+    """Return a record in pieces: its head, then the head and the block of each entry."""
     pieces: list[bytes] = []
     for entry in commit.entries:
         pieces += (_entry_head(entry) + _SIZE.pack(len(entry.block)), entry.block)
@@ -111,7 +115,7 @@ def encode_record(commit: Commit) -> bytes:
     for piece in pieces:
         crc = google_crc32c.extend(crc, piece)
     head = _RECORD.pack(_RECORD_MAGIC, sum(map(len, pieces)), commit.number, crc, 0)[:-4]
-    return b"".join([head, _CRC.pack(google_crc32c.value(head)), *pieces])
+    return [head + _CRC.pack(google_crc32c.value(head)), *pieces]
 
 
 def _decode_payload(payload: bytes) -> tuple[JournalEntry, ...]:
@@ -226,14 +230,14 @@ class Inspected:
 
 
 class Journal:
-    """Segment files of one bucket. For one thread at a time.
+    """Segment files of one bucket. For one thread at a time, but for ``remove_dropped``.
 
     Args:
         folder: of the segments; created if it does not exist.
         bucket_version: a segment of another bucket version is refused.
 
     Attributes:
-        sync_seconds: what fdatasync took for the last record.
+        write_seconds: what writing and syncing the last record took.
 
     Raises:
         DataDamagedError: a segment is foreign, or broken before its end.
@@ -251,8 +255,9 @@ class Journal:
         self._folder_time = 0
         folder.mkdir(exist_ok=True)
         self._segments = [_Segment(int(p.stem), p) for p in sorted(folder.glob("*.journal"))]
+        self._dropped: list[Path] = []
         self.torn_bytes = 0
-        self.sync_seconds = 0.0
+        self.write_seconds = 0.0
 
     def replay(self, *, needed: bool = False) -> Iterator[Commit]:
         """Yield every commit in order, and truncate a torn record at the end. Call once, before append.
@@ -370,21 +375,22 @@ class Journal:
         return _HEADER.size
 
     def _truncate(self, segment: _Segment, data: bytes, last: int, end: int) -> None:
-        """Truncate room and torn record, and fsync the rest, which counts as durable from here on.
+        """Truncate room and torn record, and make the rest durable, as it counts as that from here on.
 
         Args:
             last, end: the begin and end of the last complete record.
         """
         failpoints.hit("recovery.before_truncate")
-        fd = os.open(segment.path, os.O_RDWR)
+        fd = os.open(segment.path, os.O_RDWR | os.O_DSYNC)
         try:
             if end < len(data):
                 os.ftruncate(fd, end)
-            # A failed fsync of an earlier process leaves pages that can be read, are not on disk, and that no later
-            # fsync writes. Only the last record can have such pages: nothing is appended after a failed fsync. So write
-            # it again.
+            # A failed sync of an earlier process leaves pages that can be read, are not on disk, and that no later
+            # one writes; a killed process, pages that are not on disk yet. Only the last record can have such pages:
+            # each is synced before the next. So write it again.
             kept = data[last:end] if end else self._header(segment.number)
             _write_whole(fd, kept, last)
+            # And have no byte of what was cut off come back behind newer records.
             os.fsync(fd)
             # The process before may have been killed between creating or removing a segment and the sync of the folder.
             sync_folder(self._folder)
@@ -403,10 +409,10 @@ class Journal:
         failpoints.hit("journal.before_rotate")
         number = self._segments[-1].number + 1 if self._segments else 1
         path = self._folder / f"{number:016d}.journal"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        # Each write is synced by the call that writes.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DSYNC, 0o644)
         try:
             _write_whole(fd, self._header(number), 0)
-            os.fsync(fd)
             sync_folder(self._folder)
         except BaseException:
             os.close(fd)
@@ -424,8 +430,8 @@ class Journal:
         """Append one record, fsync it, and return its size in bytes.
 
         Raises:
-            OSError: nothing of the record remains (a full disk); the caller may retry.
-            StorageFailedError: fsync failed, or a partial record could not be removed: the state of the disk is
+            OSError: the disk is full, and nothing of the record remains; the caller may retry.
+            StorageFailedError: it could not be written, or a partial record not be removed: the state of the disk is
                 unknown, and every later append fails too.
         """
         if self._failed:
@@ -435,24 +441,20 @@ class Journal:
             self._begin_segment()
         assert self._fd is not None
         record = encode_record(commit)
-        if self._size + len(record) >= self._room_end and len(record) < ROOM_RECORD_BYTES:
+        size = sum(map(len, record))
+        if self._size + size >= self._room_end and size < ROOM_RECORD_BYTES:
             self._make_room(self._fd)
+        began = time.perf_counter()
         try:
-            self._write(self._fd, record)
-        except OSError:
-            self._take_back(self._fd)
-            raise
-        size = len(record)
-        # Up to COMMIT_BYTES, and an fsync may take long.
-        del record
-        try:
+            self._write(self._fd, record, size)
             failpoints.hit("journal.before_sync")
-            began = time.perf_counter()
-            os.fdatasync(self._fd)
-            self.sync_seconds = time.perf_counter() - began
         except OSError as error:
-            self._failed = f"fsync of the journal failed: {error.strerror or error}"
+            if error.errno in _FULL:
+                self._take_back(self._fd)
+                raise
+            self._failed = f"write or fsync of the journal failed: {error.strerror or error}"
             raise StorageFailedError(self._failed) from error
+        self.write_seconds = time.perf_counter() - began
         if self._folder_has_changed() and not os.fstat(self._fd).st_nlink:
             self._failed = "the journal was deleted under the server"
             raise StorageFailedError(self._failed)
@@ -488,12 +490,17 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, self._size)
 
-    def _write(self, fd: int, data: bytes) -> None:
-        half = len(data) // 2 if failpoints.is_armed("journal.half_append") else 0
-        if half:
-            _write_whole(fd, data[:half], self._size)
-            failpoints.hit("journal.half_append")
-        _write_whole(fd, data[half:], self._size + half)
+    def _write(self, fd: int, record: Sequence[bytes], size: int) -> None:
+        """Write a record, durably. By one call where it can be: behind each this thread waits for the interpreter lock."""
+        armed = failpoints.is_armed("journal.half_append")
+        written = 0 if armed else os.pwritev(fd, record[:PIECES_MAX], self._size)
+        if written == size:
+            return
+        rest = memoryview(b"".join(record))[written:]
+        half = len(rest) // 2 if armed else 0
+        _write_whole(fd, rest[:half], self._size + written)
+        failpoints.hit("journal.half_append")
+        _write_whole(fd, rest[half:], self._size + written + half)
 
     def _take_back(self, fd: int) -> None:
         try:
@@ -516,25 +523,28 @@ class Journal:
     @property
     def size(self) -> int:
         """Return the bytes of all segment files."""
-        return sum(s.path.stat().st_size for s in self._segments if s.path.exists())
+        paths = [*self._dropped, *(segment.path for segment in self._segments)]
+        return sum(path.stat().st_size for path in paths if path.exists())
 
     def drop_through(self, commit_number: int) -> None:
-        """Remove the segments without commits above the number; the newest stays for appending."""
+        """Drop the segments without commits above the number, for ``remove_dropped``; the newest stays for appending."""
         failpoints.hit("journal.before_drop")
         while len(self._segments) > 1 and self._segments[0].last_commit <= commit_number:
-            self._drop_oldest()
+            self._dropped.append(self._segments.pop(0).path)
         newest = self._segments[-1] if self._segments else None
         stored = newest is not None and newest.last_commit <= commit_number
         if stored and self._size > _HEADER.size:
             self._begin_segment()
-            self._drop_oldest()
+            self._dropped.append(self._segments.pop(0).path)
 
-    def _drop_oldest(self) -> None:
-        """Remove one segment, durably: of two removed at once a crash could bring back the first alone."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._segments[0].path)
-        sync_folder(self._folder)
-        del self._segments[0]
+    def remove_dropped(self) -> None:
+        """Remove the files of dropped segments. For another thread than that of the rest: commits would wait meanwhile."""
+        while self._dropped:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._dropped[0])
+            # Durably, one by one and oldest first: of two removed at once a crash could bring back the first alone.
+            sync_folder(self._folder)
+            del self._dropped[0]
 
     def close(self) -> None:
         if self._fd is not None:

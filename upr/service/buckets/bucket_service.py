@@ -733,7 +733,7 @@ class BucketService:
                     lambda: self.disk.journal.append(commit)
                 )
                 self.disk.traffic.commits.add(time.perf_counter() - began)
-                self.disk.traffic.syncs.add(self.disk.journal.sync_seconds)
+                self.disk.traffic.syncs.add(self.disk.journal.write_seconds)
                 self.disk.counters.journalled_bytes += written
                 self.disk.troubles.ends(Failing.JOURNAL)
                 self.bucket.stalled = False

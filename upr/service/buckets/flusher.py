@@ -135,7 +135,10 @@ class Flusher:
             finally:
                 through = self._bucket.end_flush(complete)
                 self._dropped(self._bucket.tail.first)
-            await self._disk.in_journal_thread(lambda: self._disk.journal.drop_through(through))
+            try:
+                await self._disk.in_journal_thread(lambda: self._disk.journal.drop_through(through))
+            finally:
+                await self._disk.in_store_thread(self._disk.journal.remove_dropped)
         finally:
             self.busy = False
             # Journal segments were removed: what waits for room may have it.

@@ -328,7 +328,11 @@ class Metrics:
                 page.counter(title, words, counts[what], bucket=name, problem=what.name.lower())
         for title, words, durations in (
             ("upr_commit_seconds", "Time until a commit is durable.", traffic.commits),
-            ("upr_fsync_seconds", "The part of it that fdatasync takes.", traffic.syncs),
+            (
+                "upr_fsync_seconds",
+                "The part of it that the disk takes, for writing and syncing.",
+                traffic.syncs,
+            ),
             ("upr_flush_seconds", "Time to store a part of the tail.", traffic.flushes),
         ):
             parts, seconds = durations.counts, durations.seconds
