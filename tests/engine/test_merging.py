@@ -36,7 +36,7 @@ def test_two_equal_neighbours_are_merged_and_one_alone_is_not() -> None:
 
 def test_what_is_larger_than_all_behind_it_is_left_alone() -> None:
     large, *small = heads_of(*range(10, 20 + 10 * FAN_IN, 10))
-    large = Head(large.start, large.end, large.horizon, large.rows, 1 << 20)
+    large = large._replace(size=1 << 20, plain=1 << 20)
     assert chosen([large, *small[:-1]]) is None
     assert chosen([large, *small]) == (10, 10 + 10 * FAN_IN)
 
@@ -116,13 +116,13 @@ def test_small_neighbours_are_joined_where_there_are_enough_of_them() -> None:
     small = heads_of(*range(10, 10 + 20 * FAN_IN, 10))
     assert joined(small) == (0, small[-1].end)
     assert joined(small[: FAN_IN - 1]) is None
-    large = [head._replace(size=JOIN_BYTES) for head in small]
+    large = [head._replace(size=JOIN_BYTES, plain=JOIN_BYTES) for head in small]
     assert joined(large) is None
     assert joined([*small[: FAN_IN - 1], *large[FAN_IN - 1 : FAN_IN], *small[FAN_IN:]]) == (
         small[FAN_IN].start,
         small[-1].end,
     )
-    packed = [head._replace(compressed_from=JOIN_BYTES) for head in small]
+    packed = [head._replace(plain=JOIN_BYTES) for head in small]
     assert joined(packed) is None
 
 
@@ -195,7 +195,7 @@ class Tiers:
 
     def head(self, start: int, end: int) -> Head:
         count = end - start if self.keys is None else min(end - start, self.keys)
-        return Head(start, end, end, count, count * self.row)
+        return Head(start, end, end, count, count * self.row, count * self.row)
 
 
 FLUSHES = 1000

@@ -162,7 +162,7 @@ def test_stored_blocks_of_a_stretch_are_cut_off_with_it() -> None:
 
 
 def test_a_lost_row_is_made_anew_from_what_the_blocks_say() -> None:
-    heads = [Head(0, 3, 3, 3, 1), Head(3, 6, 12, 3, 1)]
+    heads = [Head(0, 3, 3, 3, 1, 1), Head(3, 6, 12, 3, 1, 1)]
     rows: dict[int, PartitionRow | DataDamagedError] = {
         **partition_rows(),
         CUT: DataDamagedError("lost"),

@@ -261,7 +261,7 @@ def test_an_undo_goes_to_the_newest_marker_and_takes_over_the_log(seqno: int, ma
 
 
 def test_an_undo_reaches_into_the_store() -> None:
-    heads = [Head(0, 3, 3, 3, 10), Head(3, 6, 6, 3, 10)]
+    heads = [Head(0, 3, 3, 3, 10, 10), Head(3, 6, 6, 3, 10, 10)]
     table, gone, left, cut_off = undone({A: Undo(4, LOG, 3)}, heads)
     assert cut_off == {A: 3}
     assert gone == [(A, s) for s in range(7, 12)]
@@ -275,7 +275,7 @@ def test_what_is_only_received_anew_is_not_told_as_undone() -> None:
 
 
 def test_the_end_of_a_part_of_a_stretch_is_no_marker() -> None:
-    heads = [Head(0, 3, 3, 3, 10), Head(3, 6, 19, 3, 10)]
+    heads = [Head(0, 3, 3, 3, 10, 10), Head(3, 6, 19, 3, 10, 10)]
     table, _, left, cut_off = undone({A: Undo(9, LOG, 3)}, heads)
     assert (cut_off, left, int(table.high[A])) == ({A: 3}, [(B, 1)], 3)
 

@@ -129,7 +129,7 @@ def heads_of(*ends: int, size: int = 1, horizons: dict[int, int] | None = None) 
     """Make heads that end at these seqnos, one row a seqno."""
     found, start = [], 0
     for end in ends:
-        found.append(Head(start, end, (horizons or {}).get(end, end), end - start, size))
+        found.append(Head(start, end, (horizons or {}).get(end, end), end - start, size, size))
         start = end
     return found
 

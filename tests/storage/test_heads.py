@@ -19,7 +19,9 @@ def test_a_head_is_read_without_the_columns(zstd: bool) -> None:
     _, end, data = block_of(P, 10, rows, end=20, horizon=33)
     if zstd:
         data = compress_block(data)
-    assert head_of(data[:HEAD_BYTES], len(data), P, end) == Head(10, 20, 33, 3, len(data))
+    assert head_of(data[:HEAD_BYTES], len(data), P, end) == Head(
+        10, 20, 33, 3, len(data), len(data)
+    )
 
 
 @pytest.mark.parametrize(

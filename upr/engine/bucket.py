@@ -575,10 +575,10 @@ class Bucket:
 
     def flush_ends(self, merged: Merged) -> dict[int, tuple[int, int, int]]:
         """Return each partition's stored end, complete marker and horizon, as they are once a slice is stored."""
-        before = self.partitions.stored_complete
+        before = self.partitions.stored_complete[list(merged.ends)].tolist()
         return {
-            p: (end, merged.markers.get(p) or int(before[p]), merged.horizons[p])
-            for p, end in merged.ends.items()
+            p: (end, merged.markers.get(p) or complete, merged.horizons[p])
+            for (p, end), complete in zip(merged.ends.items(), before, strict=True)
         }
 
     def _stable_end(self, end: int) -> int:
@@ -595,10 +595,11 @@ class Bucket:
     def slice_stored(self, merged: Merged) -> None:
         """Record that a slice is in the store: readers use it from now on."""
         table = self.partitions
-        for p, (end, complete, horizon) in self.flush_ends(merged).items():
-            table.stored[p] = end
-            table.stored_complete[p] = complete
-            table.stored_horizon[p] = horizon
+        told = self.flush_ends(merged)
+        rows = np.array(list(told.values()), np.uint64).reshape(-1, 3)
+        columns = (table.stored, table.stored_complete, table.stored_horizon)
+        for column, numbers in zip(columns, rows.T, strict=True):
+            column[list(told)] = numbers
 
     def end_flush(self, complete: bool) -> int:
         """Drop the entries that are stored completely; return the commit number up to which journal segments can go.

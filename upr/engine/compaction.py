@@ -111,7 +111,7 @@ def segments(heads: Sequence[Head], pinned: Sequence[int]) -> Iterator[list[Head
     """
     segment: list[Head] = []
     for head in heads:
-        if segment and any(segment[0].start < pin < head.end for pin in pinned):
+        if pinned and segment and any(segment[0].start < pin < head.end for pin in pinned):
             yield segment
             segment = []
         segment.append(head)

@@ -87,6 +87,8 @@ class Cuts:
 
     def pinned(self, partition: int) -> tuple[int, ...]:
         """Return the seqnos that are pinned in a partition, ascending, each once, without 0."""
+        if not self._held:
+            return ()
         seqnos = {int(cut.seqnos[partition]) for cut in self._held}
         return tuple(sorted(seqnos - {0, NO_PIN}))
 

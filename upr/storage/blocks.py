@@ -66,7 +66,7 @@ class Head(NamedTuple):
         horizon: see Block.runs.
         rows: how many it has.
         size: encoded bytes.
-        compressed_from: about how many bytes it was compressed from, 0 for one that is not compressed.
+        plain: about how many bytes it has in memory: those it was compressed from, or ``size``.
     """
 
     start: int
@@ -74,16 +74,11 @@ class Head(NamedTuple):
     horizon: int
     rows: int
     size: int
-    compressed_from: int = 0
-
-    @property
-    def plain(self) -> int:
-        """Return its approximate bytes in memory."""
-        return max(self.size, self.compressed_from)
+    plain: int
 
 
 def head_of(value: bytes | memoryview, size: int, partition: int, end: int) -> Head:
-    """Parse a head out of a value's first PEEK_BYTES; HEAD_BYTES do, but do not tell ``compressed_from``.
+    """Parse a head out of a value's first PEEK_BYTES; HEAD_BYTES do, but do not tell ``plain``.
 
     It does not verify checksums; users of the columns do.
 
@@ -95,11 +90,15 @@ def head_of(value: bytes | memoryview, size: int, partition: int, end: int) -> H
     owner, rows, start, told_end, horizon, _ = RUN_FIELDS.unpack_from(value, 2)
     # Columns follow in a block that is not compressed, checksums in one that is.
     compressed = value[HEAD_BYTES : HEAD_BYTES + 1] in _CHECKSUMS
-    plain = plain_bytes(bytes(value), size) if compressed else size
-    head = Head(start, told_end, horizon, rows, size, plain if plain != size else 0)
+    plain = max(size, plain_bytes(bytes(value), size)) if compressed else size
+    head = Head(start, told_end, horizon, rows, size, plain)
     if owner != partition or told_end != end or not start < end <= horizon:
         raise DataDamagedError(f"partition {partition}: the block that ends at {end} says {head}")
     return head
+
+
+def missing_block(partition: int, end: int) -> DataDamagedError:
+    return DataDamagedError(f"partition {partition}: the block that ends at {end} is missing")
 
 
 def own_head(data: bytes, partition: int) -> tuple[Head, Runs]:
@@ -110,8 +109,7 @@ def own_head(data: bytes, partition: int) -> tuple[Head, Runs]:
     return head_of(data, len(data), partition, end), np.frombuffer(data, RUN, 1, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRange:
+class BlockRange(NamedTuple):
     """Neighbouring blocks of a partition, oldest first: compacted or compared together, or to be compacted."""
 
     partition: int
@@ -127,16 +125,16 @@ class BlockRange:
 
     @property
     def size(self) -> int:
-        return sum(head.size for head in self.heads)
+        return sum([head.size for head in self.heads])
 
     @property
     def plain(self) -> int:
         """Return the approximate bytes of its blocks in memory."""
-        return sum(head.plain for head in self.heads)
+        return sum([head.plain for head in self.heads])
 
     @property
     def rows(self) -> int:
-        return sum(head.rows for head in self.heads)
+        return sum([head.rows for head in self.heads])
 
 
 def stretches(
@@ -158,7 +156,7 @@ def stretches(
         else:
             groups.append([head])
         horizon = head.horizon
-        if head.start >= within:
+        if ranges and head.start >= within:
             within = max([last for first, last in ranges if first <= head.start < last], default=0)
     return [BlockRange(partition, tuple(group)) for group in groups]
 
@@ -370,9 +368,7 @@ class BlockCursor:
     def data(self, partition: int, end: int) -> bytes:
         """Return a copy of the block that ends at a seqno; DataDamagedError if there is none."""
         if not self._cursor.set_key(keyspace.block_key(partition, end)):
-            raise DataDamagedError(
-                f"partition {partition}: the block that ends at {end} is missing"
-            )
+            raise missing_block(partition, end)
         return bytes(self._cursor.value())
 
     def above(self, partition: int, seqno: int) -> Iterator[bytes]:

@@ -19,7 +19,14 @@ import lmdb
 import numpy as np
 
 from upr.storage import keyspace
-from upr.storage.blocks import PEEK_BYTES, BlockCursor, Head, Replacement, head_of
+from upr.storage.blocks import (
+    PEEK_BYTES,
+    BlockCursor,
+    Head,
+    Replacement,
+    head_of,
+    missing_block,
+)
 from upr.storage.directory import FORMAT, unknown_format
 from upr.storage.journal import lost
 from upr.storage.keyspace import (
@@ -521,9 +528,9 @@ class Store:
         with self._env.begin(buffers=True) as txn, txn.cursor(db=self._blocks) as cursor:
             before = 0
             for key, value in cursor.iternext() if cursor.set_range(prefix) else ():
-                if key[:2] != prefix:
+                owner, end = keyspace.unpack_block_key(key)
+                if owner != partition:
                     break
-                _, end = keyspace.unpack_block_key(bytes(key))
                 try:
                     head = head_of(bytes(value[:PEEK_BYTES]), len(value), partition, end)
                 except DataDamagedError as error:
@@ -538,8 +545,14 @@ class Store:
 
     def blocks(self, partition: int, ends: Iterable[int]) -> list[bytes]:
         """Return a partition's blocks with these end seqnos, or raise DataDamagedError."""
-        with self.look() as cursor:
-            return [cursor.data(partition, end) for end in ends]
+        found = []
+        with self._env.begin() as txn:
+            for end in ends:
+                data = txn.get(keyspace.block_key(partition, end), db=self._blocks)
+                if data is None:
+                    raise missing_block(partition, end)
+                found.append(data)
+        return found
 
     def replace(self, replacements: Iterable[Replacement]) -> None:
         """Replace blocks by compacted ones and raise the purge seqnos, in one transaction.
@@ -552,9 +565,7 @@ class Store:
             for one in replacements:
                 for end in one.old:
                     if not txn.delete(keyspace.block_key(one.partition, end), db=self._blocks):
-                        raise DataDamagedError(
-                            f"partition {one.partition}: the block that ends at {end} is missing"
-                        )
+                        raise missing_block(one.partition, end)
                     txn.delete(keyspace.block_key(one.partition, end), db=self._hashes)
                 for end, block in one.new:
                     txn.put(keyspace.block_key(one.partition, end), block, db=self._blocks)

@@ -239,18 +239,20 @@ class Compactor:
         crossed = [one.partition for one in ranges if self.crosses_pin(one)]
         ranges = [one for one in ranges if one.partition not in crossed]
         self.note(crossed)
-        small = [one for one in ranges if _is_direct(one.heads)]
-        blocks = sum(len(one.heads) for one in small) / max(len(small), 1)
+        small, large = list[BlockRange](), list[BlockRange]()
+        for one in ranges:
+            (small if _is_direct(one) else large).append(one)
+        blocks = sum([len(one.heads) for one in small]) / max(len(small), 1)
         self._leisure = max(1.0 - blocks / HASTE_BLOCKS, 0.0)
         for batch in _batches(small):
             if self.stopped:
                 return
             started = time.monotonic()
-            with self._claim_room([head for one in batch for head in one.heads]):
+            with self._claim_room(batch):
                 await self._merge_batch(batch)
             await self._rest_after(started)
-        for one in ranges:
-            if not _is_direct(one.heads) and not self.stopped:
+        for one in large:
+            if not self.stopped:
                 await self._merge_large(one)
         self.note(one.partition for one in ranges)
 
@@ -303,7 +305,8 @@ class Compactor:
         known = self._settled.get(partition)
         if known is None:
             at_start = int(self._stored_at_start[partition])
-            large = not _is_direct([head for head in heads if head.end <= at_start])
+            before = BlockRange(partition, tuple([h for h in heads if h.end <= at_start]))
+            large = not _is_direct(before)
             known = self._settled[partition] = [(0, at_start)] if large else []
         return known
 
@@ -348,7 +351,7 @@ class Compactor:
             done = await self._replace_singly(chosen)
         finally:
             end_purge(self._bucket, raised)
-        self._count_input([head for one in ranges if one.partition in done for head in one.heads])
+        self._count_input([one for one in ranges if one.partition in done])
         self._disk.counters.merge_output_rows += direct.rows
         self._disk.counters.purged_tombstones += sum(
             direct.purges[p].count for p in raised if p in done
@@ -408,14 +411,14 @@ class Compactor:
         return purged
 
     async def _rewrite_group(self, examined: Examined, group: range) -> None:
-        heads = [examined.heads[i] for i in group]
+        one = BlockRange(examined.partition, tuple([examined.heads[i] for i in group]))
         compress = self._disk.compress
-        with self._claim_room(heads):
+        with self._claim_room([one]):
             new = await self.in_thread(
                 lambda: rewrite_group(examined, group, self._store.blocks, compress)
             )
             await self._replace([new])
-        self._count_input(heads)
+        self._count_input([one])
         kept = sum(int(np.count_nonzero(examined.keep[i])) for i in group)
         self._disk.counters.merge_output_rows += kept
 
@@ -438,15 +441,15 @@ class Compactor:
             len(data) for one in replacements for _, data in one.new
         )
 
-    def _claim_room(self, heads: Sequence[Head]) -> AbstractContextManager[None]:
-        """Claim room for blocks to compact: a merge needs it before it gives any back, and leaves the reserve to the flush.
+    def _claim_room(self, ranges: Sequence[BlockRange]) -> AbstractContextManager[None]:
+        """Claim room for what is to be compacted: a merge needs it before it gives any back, and leaves the reserve to the flush.
 
         It is not waited for here: readers at 0 wait for a purge to end, and others for their ``turn``.
         """
         room = min(self._disk.room.above_reserve(), merge_room(self._store))
-        size = sum(head.size for head in heads)
+        size = sum([one.size for one in ranges])
         # Rows may be compressed to less than the hashes of their keys, which are 4 bytes each.
-        needed = 2 * size + sum(4 * head.rows for head in heads)
+        needed = 2 * size + 4 * sum([one.rows for one in ranges])
         if room < needed:
             raise NoRoomError(
                 f"room on the disk is {max(room, 0)} bytes above the reserve; must be {needed} to compact {size} bytes",
@@ -454,11 +457,10 @@ class Compactor:
             )
         return self._disk.room.claimed(needed)
 
-    def _count_input(self, heads: Iterable[Head]) -> None:
+    def _count_input(self, ranges: Sequence[BlockRange]) -> None:
         counters = self._disk.counters
-        for head in heads:
-            counters.merge_input_bytes += head.size
-            counters.merge_input_rows += head.rows
+        counters.merge_input_bytes += sum([one.size for one in ranges])
+        counters.merge_input_rows += sum([one.rows for one in ranges])
 
     # Purging
 
@@ -566,10 +568,9 @@ class Compactor:
                 self._disk.troubles.ends(Failing.PURGE)
 
 
-def _is_direct(heads: Sequence[Head]) -> bool:
-    """Whether blocks are rewritten whole; small ones may be compressed, and be too much in memory."""
-    size = sum(head.size for head in heads)
-    return size <= DIRECT_BYTES and sum(head.plain for head in heads) <= BATCH_BYTES
+def _is_direct(one: BlockRange) -> bool:
+    """Whether a range is rewritten whole; small blocks may be compressed, and be too much in memory."""
+    return one.size <= DIRECT_BYTES and one.plain <= BATCH_BYTES
 
 
 def _batches(ranges: Sequence[BlockRange]) -> Iterator[list[BlockRange]]:
@@ -577,10 +578,11 @@ def _batches(ranges: Sequence[BlockRange]) -> Iterator[list[BlockRange]]:
     batch: list[BlockRange] = []
     size = 0
     for one in ranges:
-        if batch and size + one.plain > BATCH_BYTES:
+        plain = one.plain
+        if batch and size + plain > BATCH_BYTES:
             yield batch
             batch, size = [], 0
         batch.append(one)
-        size += one.plain
+        size += plain
     if batch:
         yield batch
