@@ -47,13 +47,13 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ends of the blocks that searches read."""
     ends: list[int] = []
-    data = BlockCursor.data
+    mapped = BlockCursor.mapped
 
-    def noting(cursor: BlockCursor, partition: int, end: int) -> bytes:
+    def noting(cursor: BlockCursor, partition: int, end: int) -> Any:
         ends.append(end)
-        return data(cursor, partition, end)
+        return mapped(cursor, partition, end)
 
-    monkeypatch.setattr(BlockCursor, "data", noting)
+    monkeypatch.setattr(BlockCursor, "mapped", noting)
     return ends
 
 
@@ -77,6 +77,8 @@ def found(store: Store, keys: list[bytes]) -> dict[bytes, Newest]:
     lookup = Lookup(keys, 10**9)
     run(StoreSearch(lookup, store, NOTHING))
     assert not lookup.problems
+    # A view would show something else when the transaction has ended.
+    assert {type(one.value) for one in lookup.found.values()} <= {bytes, type(None)}
     return {keys[number]: newest for number, newest in lookup.found.items()}
 
 

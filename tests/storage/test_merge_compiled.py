@@ -1,6 +1,6 @@
-"""What the compiled module merges is, to the byte, what Python makes of it, whatever is merged."""
+"""What the compiled module merges, or finds, is to the byte what Python makes of it, whatever it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -13,14 +13,21 @@ from hypothesis import strategies as st
 from tests.compiled import load
 from tests.raw import with_cells
 from upr.storage import blocks as blocks_module
-from upr.storage.blocks import BlockRange, Encoded, head_of
+from upr.storage.blocks import BlockCursor, BlockRange, Encoded, head_of
 from upr.storage.compact import Chunk, FlushSlice, Merged, PurgeLimits, merge_direct, merge_slice
-from upr.storage.keyspace import _WEIGHTS, hash_of
+from upr.storage.keyspace import _WEIGHTS, block_key, hash_of, pack_hashes, seal
 from upr_protocol.block import RUN, Block, build_block, make_runs, sealed
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
-from upr_protocol.wire.codec import compress_block, decode_block, encode_block
+from upr_protocol.wire.codec import (
+    check_encoded,
+    column_spans,
+    compress_block,
+    decode_block,
+    encode_block,
+)
 
 ALL = FlushSlice(0, PARTITIONS, 0, 1)
+P = 700
 KEYS = [b"k", b"l", b"8 bytes.", b"9 bytes..", b"a key of 18 bytes.", b"k" * 100]
 OLD = 20
 STARTS = {0: 0, 5: 2**47, 1023: 7}
@@ -29,13 +36,17 @@ Merge = Callable[..., Any]
 
 
 @pytest.fixture(scope="module", params=["", "-DCRC_BY_TABLES"])
-def merge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Merge:
-    """The compiled function; on processors without an instruction for checksums these come from tables."""
+def module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The compiled module; on processors without an instruction for checksums these come from tables."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
             patch.setenv("CC", f"cc {request.param}")
-        made = load("upr.storage._merge", tmp_path_factory.mktemp("compiled"))
-    found: Merge = made.merge
+        return load("upr.storage._merge", tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="module")
+def merge(module: Any) -> Merge:
+    found: Merge = module.merge
     return found
 
 
@@ -389,3 +400,129 @@ def test_arguments_of_another_kind_are_refused(merge: Merge) -> None:
     for window in ((-1, 1), (2, 1), (0, PARTITIONS + 1)):
         assert merge((), True, *window, 1, highs, None) is None
     assert merge((bytearray(b""),), True, 0, 1, 1, highs, None) is None
+
+
+@given(numbered(), st.data())
+@settings(max_examples=100)
+def test_a_block_is_opened_as_python_does(
+    module: Any, blocks: list[Block], data: st.DataObject
+) -> None:
+    whole = encode_block(data.draw(st.sampled_from(blocks)))
+    assert module.opened(memoryview(whole)) == module.opened(whole) == column_spans(whole)
+    at, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
+    changed = whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
+    for other in (changed, whole[:at], whole + whole[:at]):
+        spans = module.opened(other)
+        if spans is not None:
+            assert spans == column_spans(other)
+            check_encoded(other)
+
+
+@pytest.mark.parametrize("size", [*range(3060, 3085), 2 * 3072 + 1, 100_000])
+def test_columns_of_any_size_have_their_checksum(module: Any, size: int) -> None:
+    value = np.random.default_rng(size).bytes(size)
+    runs = make_runs([3], [1], 0, 1, 1, 1)
+    whole = encode_block(sealed(replace(build_block([b"k"], [value]), runs=runs)))
+    assert module.opened(whole) == column_spans(whole)
+    for place in (0, size // 2, size - 1):
+        wrong = bytearray(whole)
+        wrong[whole.index(value) + place] ^= 1
+        assert module.opened(bytes(wrong)) is None
+
+
+def test_what_is_not_for_the_module_is_not_opened(module: Any) -> None:
+    block = sealed(replace(build_block([b"k"], [b"v" * 600]), runs=make_runs([3], [1], 0, 1, 1, 1)))
+    whole = encode_block(block)
+    assert module.opened(compress_block(whole)) is None
+    assert module.opened(encode_block(with_cells(block))) is None
+    assert module.opened(encode_block(replace(block, columns_crc=block.columns_crc ^ 1))) is None
+    with pytest.raises(TypeError):
+        module.opened(7)
+
+
+HASHES = st.lists(st.integers(0, 3), max_size=5)
+
+
+@given(
+    st.lists(HASHES, min_size=1, max_size=6),
+    st.sampled_from(["", "crc", "short", "kind", "none", "end"]),
+    st.integers(0, 5),
+    st.integers(0, 60),
+    st.sampled_from([1, 40, 10**6]),
+    st.integers(0, 3),
+    st.sampled_from([2, 1000]),
+)
+@settings(max_examples=200)
+def test_a_hash_is_found_where_python_finds_it(
+    module: Any,
+    blocks: list[list[int]],
+    damage: str,
+    damaged: int,
+    above: int,
+    most: int,
+    sought: int,
+    at_once: int,
+) -> None:
+    rows = {}
+    for number, hashes in enumerate(blocks):
+        start, end = 10 * number, 10 * number + 10
+        value = pack_hashes(P, start, end, np.array(hashes, "<u4"))
+        if number == damaged:
+            wrong = {
+                "": value,
+                "crc": value[:-1] + bytes([value[-1] ^ 1]),
+                "short": seal(value[:-6], block_key(P, end)),
+                "kind": seal(b"\2" + value[1:-4], block_key(P, end)),
+                "none": b"",
+                "end": pack_hashes(P, start - 1, end, np.array(hashes, "<u4")) if start else value,
+            }
+            value = wrong[damage]
+        rows[block_key(P, end)] = value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks_module, "HASHED_BLOCKS", at_once)
+        for end in (10 * len(blocks), 10, 5):
+            patch.setattr(blocks_module, "CANDIDATE", module.candidate)
+            made = BlockCursor(None, Rows(rows)).candidate(P, end, above, most, sought)
+            patch.setattr(blocks_module, "CANDIDATE", None)
+            assert made == BlockCursor(None, Rows(rows)).candidate(P, end, above, most, sought)
+
+
+class Rows:
+    """Cursor over a table, as LMDB's."""
+
+    def __init__(self, rows: dict[bytes, bytes]) -> None:
+        self._rows = sorted(rows.items())
+        self._at = 0
+
+    def set_key(self, key: bytes) -> bool:
+        self._at = next((at for at, row in enumerate(self._rows) if row[0] == key), -1)
+        return self._at >= 0
+
+    def prev(self) -> bool:
+        self._at -= 1
+        return self._at >= 0
+
+    def key(self) -> memoryview:
+        return memoryview(self._rows[self._at][0])
+
+    def value(self) -> memoryview:
+        return memoryview(self._rows[self._at][1])
+
+    def iterprev(self) -> Iterator[tuple[memoryview, memoryview]]:
+        for key, value in self._rows[self._at :: -1]:
+            yield memoryview(key), memoryview(value)
+
+
+@pytest.mark.parametrize("row", [7, (), (b"k",), (7, b"v"), (b"k", 7)])
+def test_what_is_no_row_of_hashes_is_a_wrong_argument(module: Any, row: Any) -> None:
+    with pytest.raises(TypeError):
+        module.candidate(iter([row]), P, 10, 0, 1000, 1000, 1)
+
+
+def test_an_error_of_the_cursor_ends_the_search(module: Any) -> None:
+    def torn() -> Iterator[tuple[bytes, bytes]]:
+        yield block_key(P, 10), pack_hashes(P, 5, 10, np.array([2], "<u4"))
+        raise OSError("torn")
+
+    with pytest.raises(OSError, match="torn"):
+        module.candidate(torn(), P, 10, 0, 1000, 1000, 1)

@@ -1,5 +1,6 @@
 /* Blocks of one run each, made from blocks of many: what merge_slice of compact.py does where no tombstone is purged, no stretch is
-kept apart and no block has further columns, without the interpreter lock; and nothing else. That function is the reference.
+kept apart and no block has further columns, without the interpreter lock. And the search of stored blocks for a key, as in
+blocks.py: checks of a block, and what its index says. These functions in Python are the reference.
 What is not for this module, or contradicts itself, is left to it: then the answer is None. Every place in a block is compared
 with the end of its data before anything is read there.
 */
@@ -34,9 +35,32 @@ crc_by_tables(uint32_t crc, const char *data, size_t size)
 }
 
 #ifdef CRC_BY_PROCESSOR
+/* A processor begins three of its instructions in the time that one takes. */
+enum { STRIDE = 1024 };
+/* Of each byte of a CRC: what STRIDE zeros behind it make of it. */
+static uint32_t past_zeros[4][256];
+
+static inline uint32_t
+with_zeros(uint32_t crc)
+{
+    return past_zeros[0][crc & 0xFF] ^ past_zeros[1][crc >> 8 & 0xFF] ^ past_zeros[2][crc >> 16 & 0xFF] ^ past_zeros[3][crc >> 24];
+}
+
 __attribute__((target("sse4.2"))) static uint32_t
 crc_by_processor(uint32_t crc, const char *data, size_t size)
 {
+    for (; size >= 3 * STRIDE; data += 3 * STRIDE, size -= 3 * STRIDE) {
+        uint64_t first = crc, second = 0, third = 0;
+        for (int line = 0; line < 3 * STRIDE; line += 64) {
+            __builtin_prefetch(data + 3 * STRIDE + line);
+        }
+        for (const char *at = data; at < data + STRIDE; at += WORD) {
+            first = __builtin_ia32_crc32di(first, long_at(at));
+            second = __builtin_ia32_crc32di(second, long_at(at + STRIDE));
+            third = __builtin_ia32_crc32di(third, long_at(at + 2 * STRIDE));
+        }
+        crc = with_zeros(with_zeros((uint32_t)first) ^ (uint32_t)second) ^ (uint32_t)third;
+    }
     uint64_t wide = crc;
     for (; size >= WORD; data += WORD, size -= WORD) {
         wide = __builtin_ia32_crc32di(wide, long_at(data));
@@ -58,6 +82,10 @@ choose_crc(void)
 #ifdef CRC_BY_PROCESSOR
     if (__builtin_cpu_supports("sse4.2")) {
         add_to_crc = crc_by_processor;
+        static const char zeros[STRIDE];
+        for (uint32_t at = 0; at < 4 * 256; at++) {
+            past_zeros[at / 256][at % 256] = crc_by_processor(at % 256 << 8 * (at / 256), zeros, STRIDE);
+        }
     }
 #endif
 }
@@ -176,9 +204,9 @@ take_varint(const unsigned char *at, const unsigned char *end, uint64_t *number)
 
 /* Take an encoded block apart into its fields 1 to 10, each once at most; whether it has no others. */
 static int
-take_fields(PyObject *block, const char **places, uint32_t *sizes)
+take_fields(const char *block, Py_ssize_t length, const char **places, uint32_t *sizes)
 {
-    const unsigned char *at = (unsigned char *)PyBytes_AS_STRING(block), *end = at + PyBytes_GET_SIZE(block);
+    const unsigned char *at = (const unsigned char *)block, *end = at + length;
     while (at < end) {
         int tag = *at++, field = tag >> 3;
         uint64_t size = CRC_BYTES;
@@ -222,7 +250,7 @@ take_source(PyObject *block, int check, Source *source)
 {
     const char *places[TABLE_CRC_FIELD + 1] = {NULL};
     uint32_t sizes[TABLE_CRC_FIELD + 1] = {0}, *columns = sizes + FIRST_COLUMN;
-    if (!take_fields(block, places, sizes) || sizes[RUNS_FIELD] % RUN_BYTES || (check && !crcs_fit(places, sizes))) {
+    if (!take_fields(PyBytes_AS_STRING(block), PyBytes_GET_SIZE(block), places, sizes) || sizes[RUNS_FIELD] % RUN_BYTES || (check && !crcs_fit(places, sizes))) {
         return 0;
     }
     source->runs = places[RUNS_FIELD];
@@ -610,6 +638,17 @@ write_block(const Piece *piece)
     return ~crc != 0 && table_crc != 0;
 }
 
+/* Write the key of a block, as block_key of keyspace.py. */
+static void
+write_key(char *to, uint32_t partition, uint64_t end)
+{
+    *to++ = (char)(partition >> 8);
+    *to++ = (char)partition;
+    for (int shift = 56; shift >= 0; shift -= 8) {
+        *to++ = (char)(end >> shift);
+    }
+}
+
 /* Write the hashes of a block's keys, as pack_hashes of keyspace.py. */
 static void
 write_hashes(const Piece *piece)
@@ -620,10 +659,8 @@ write_hashes(const Piece *piece)
     for (Py_ssize_t at = 0; at < piece->count; at++) {
         to = put(to, &piece->rows[at].hash, sizeof piece->rows[at].hash);
     }
-    char key[BLOCK_KEY_BYTES] = {(char)(piece->partition >> 8), (char)piece->partition};
-    for (int byte = 0; byte < 8; byte++) {
-        key[2 + byte] = (char)(piece->end >> (56 - 8 * byte));
-    }
+    char key[BLOCK_KEY_BYTES];
+    write_key(key, piece->partition, piece->end);
     uint32_t crc = ~add_to_crc(add_to_crc(UINT32_MAX, key, sizeof key), first, to - first);
     put(to, &crc, sizeof crc);
 }
@@ -780,8 +817,154 @@ merge(PyObject *module, PyObject *const *args, Py_ssize_t count)
     return made;
 }
 
+PyDoc_STRVAR(opened_doc, "opened(block)\n--\n\n"
+                         "Return where each field of an encoded block lies, in a dict, as column_spans; its checksums are verified. None if\n"
+                         "they do not fit, or the block is not for this function.");
+
+static PyObject *
+spans_of(const char *block, const char *const *places, const uint32_t *sizes)
+{
+    PyObject *spans = PyDict_New();
+    for (int field = RUNS_FIELD; spans != NULL && field <= TABLE_CRC_FIELD; field++) {
+        if (places[field] == NULL) {
+            continue;
+        }
+        Py_ssize_t first = places[field] - block;
+        PyObject *number = PyLong_FromLong(field), *span = Py_BuildValue("(nn)", first, first + sizes[field]);
+        if (number == NULL || span == NULL || PyDict_SetItem(spans, number, span) < 0) {
+            Py_CLEAR(spans);
+        }
+        Py_XDECREF(number);
+        Py_XDECREF(span);
+    }
+    return spans;
+}
+
+static PyObject *
+opened(PyObject *module, PyObject *block)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(block, &view, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    const char *places[TABLE_CRC_FIELD + 1] = {NULL};
+    uint32_t sizes[TABLE_CRC_FIELD + 1] = {0};
+    int fit;
+    /* The block may lie in a file that is mapped. */
+    Py_BEGIN_ALLOW_THREADS
+    fit = take_fields(view.buf, view.len, places, sizes) && sizes[RUNS_FIELD] % RUN_BYTES == 0 && crcs_fit(places, sizes);
+    Py_END_ALLOW_THREADS
+    PyObject *spans = fit ? spans_of(view.buf, places, sizes) : Py_NewRef(Py_None);
+    PyBuffer_Release(&view);
+    return spans;
+}
+
+PyDoc_STRVAR(candidate_doc, "candidate(rows, partition, end, above, most, blocks, hash)\n--\n\n"
+                            "As BlockCursor.candidate, which is the reference; rows iterates over key and value of stored hashes, newest first.");
+
+/* What is looked for in the rows of hashes, and what was found. */
+typedef struct {
+    unsigned partition;
+    uint64_t end;
+    uint64_t above;
+    Py_ssize_t most;
+    Py_ssize_t blocks;
+    unsigned hash;
+    Py_ssize_t size;
+    PyObject *found;
+} Search;
+
+/* The start of the block that ends where the search is, if this row has the hashes of its keys and passes its checks. */
+static int
+start_of(const Search *search, const Py_buffer *key, const Py_buffer *value, uint64_t *start)
+{
+    char wanted[BLOCK_KEY_BYTES];
+    write_key(wanted, search->partition, search->end);
+    const char *data = value->buf;
+    if (key->len != BLOCK_KEY_BYTES || memcmp(key->buf, wanted, BLOCK_KEY_BYTES) != 0 || value->len < HASHES_HEAD + CRC_BYTES
+        || value->len % 4 != 0 || number_at(data, 0) != HASHES_KIND) {
+        return 0;
+    }
+    Py_ssize_t sealed = value->len - CRC_BYTES;
+    uint32_t crc = ~add_to_crc(add_to_crc(UINT32_MAX, key->buf, key->len), data, sealed);
+    *start = long_at(data + 4);
+    return crc == number_at(data + sealed, 0);
+}
+
+/* Note the block of these hashes, and which of its rows may have the key; whether the search goes on, or -1. */
+static int
+look_at(Search *search, uint64_t start, const Py_buffer *value)
+{
+    const char *hashes = (const char *)value->buf + HASHES_HEAD;
+    Py_ssize_t total = (value->len - HASHES_HEAD - CRC_BYTES) / 4;
+    PyObject *rows = PyList_New(0);
+    for (Py_ssize_t row = 0; rows != NULL && row < total; row++) {
+        if (number_at(hashes, row) == search->hash) {
+            PyObject *number = PyLong_FromSsize_t(row);
+            if (number == NULL || PyList_Append(rows, number) < 0) {
+                Py_CLEAR(rows);
+            }
+            Py_XDECREF(number);
+        }
+    }
+    if (rows == NULL) {
+        return -1;
+    }
+    int more = PyList_GET_SIZE(rows) == 0;
+    Py_XSETREF(search->found, Py_BuildValue("(KKnN)", (unsigned long long)start, (unsigned long long)search->end, total, rows));
+    search->size += value->len;
+    search->end = start;
+    return search->found == NULL ? -1 : more && search->size < search->most && --search->blocks > 0 && start > search->above;
+}
+
+/* Look at one row of hashes, a tuple; as look_at. */
+static int
+look_at_row(Search *search, PyObject *row)
+{
+    Py_buffer key, value;
+    uint64_t start;
+    int more = -1;
+    if (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 2) {
+        PyErr_SetString(PyExc_TypeError, "a row is not a key and a value");
+        return -1;
+    }
+    if (PyObject_GetBuffer(PyTuple_GET_ITEM(row, 0), &key, PyBUF_SIMPLE) < 0) {
+        return -1;
+    }
+    if (PyObject_GetBuffer(PyTuple_GET_ITEM(row, 1), &value, PyBUF_SIMPLE) == 0) {
+        more = start_of(search, &key, &value, &start) ? look_at(search, start, &value) : 0;
+        PyBuffer_Release(&value);
+    }
+    PyBuffer_Release(&key);
+    return more;
+}
+
+static PyObject *
+candidate(PyObject *module, PyObject *args)
+{
+    PyObject *rows, *row;
+    unsigned long long end, above;
+    Search search = {0};
+    if (!PyArg_ParseTuple(args, "OIKKnnI", &rows, &search.partition, &end, &above, &search.most, &search.blocks, &search.hash)) {
+        return NULL;
+    }
+    search.end = end, search.above = above;
+    int more = end > above;
+    while (more > 0 && (row = PyIter_Next(rows)) != NULL) {
+        more = look_at_row(&search, row);
+        Py_DECREF(row);
+    }
+    if (PyErr_Occurred()) {
+        Py_XDECREF(search.found);
+        return NULL;
+    }
+    return Py_BuildValue("(Nn)", search.found == NULL ? Py_NewRef(Py_None) : search.found, search.size);
+}
+
 static PyMethodDef methods[] = {
     {"merge", (PyCFunction)(void (*)(void))merge, METH_FASTCALL, merge_doc},
+    {"opened", opened, METH_O, opened_doc},
+    {"candidate", candidate, METH_VARARGS, candidate_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -790,7 +973,7 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "upr.storage._merge",
-    .m_doc = "Blocks of one run each, made from blocks of many.",
+    .m_doc = "Blocks of one run each, made from blocks of many, and searched.",
     .m_methods = methods,
     .m_slots = slots,
 };

@@ -27,6 +27,7 @@ from upr_protocol.wire.codec import (
     Columns,
     column_spans,
     compress_block,
+    decode_runs,
     encode_columns,
     further_in,
     open_checked,
@@ -36,12 +37,12 @@ from upr_protocol.wire.codec import (
 from upr_protocol.wire.compression import zstd_available
 
 try:
-    from upr.storage._merge import merge as _merge
+    from upr.storage._merge import candidate, merge, opened
 except ImportError:
-    _merge = None  # type: ignore[assignment]
+    candidate = merge = opened = None  # type: ignore[assignment]
 
-MERGE = None if COMPILED is None else _merge
-"""Compiled twin of merging; what is out of the ordinary it leaves to its reference in Python."""
+MERGE, OPENED, CANDIDATE = (None, None, None) if COMPILED is None else (merge, opened, candidate)
+"""Compiled twins of merging, ``checked`` and ``BlockCursor.candidate``; what is out of the ordinary they leave to these."""
 READ_BYTES = 8 * 2**20
 """Blocks of a partition that are read together."""
 HASHED_BLOCKS = 1000
@@ -331,6 +332,11 @@ class BlockCursor:
         If that is none of those that ``hashes`` returns, it is the last of them, without rows; None if there are none.
         With it is returned how many bytes were looked at.
         """
+        if CANDIDATE is not None and self._hashes is not None:
+            at = self._hashes.set_key(keyspace.block_key(partition, end))
+            rows = self._hashes.iterprev() if at else iter(())
+            told, size = CANDIDATE(rows, partition, end, above, most, HASHED_BLOCKS, one)
+            return told and Candidate(*told), size
         sought, size = one.to_bytes(4, "little"), 0
         found = None
         for start, last, value in self._hashed(partition, end, above):
@@ -367,9 +373,13 @@ class BlockCursor:
 
     def data(self, partition: int, end: int) -> bytes:
         """Return a copy of the block that ends at a seqno; DataDamagedError if there is none."""
+        return bytes(self.mapped(partition, end))
+
+    def mapped(self, partition: int, end: int) -> Any:
+        """As ``data``, where it lies: a view that must not be looked at after the transaction."""
         if not self._cursor.set_key(keyspace.block_key(partition, end)):
             raise missing_block(partition, end)
-        return bytes(self._cursor.value())
+        return self._cursor.value()
 
     def above(self, partition: int, seqno: int) -> Iterator[bytes]:
         """Yield copies of a partition's blocks above a seqno, which may lie inside the first one."""
@@ -438,7 +448,11 @@ class Encoded:
 
 
 def checked(data: bytes) -> Encoded:
-    """Return a stored block whose checksums hold; CorruptBlockError when they do not."""
+    """Return a stored block whose checksums hold; CorruptBlockError when they do not. It may be a view: see ``BlockCursor.mapped``."""
+    spans = None if OPENED is None else OPENED(data)
+    if spans is not None:
+        return Encoded(decode_runs(data[slice(*spans.get(1, ABSENT))]), data, (data, spans))
+    data = bytes(data)
     runs, columns = open_checked(data)
     return Encoded(runs, data, columns)
 

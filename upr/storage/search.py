@@ -145,7 +145,7 @@ class Lookup:
         bounds = row_bounds(runs).tolist() if len(runs) > 1 else [0]
         for row in reversed(rows):
             first, end = _EDGES.unpack_from(data, key_edges + 4 * row)
-            key = data[keys + first : keys + end]
+            key = bytes(data[keys + first : keys + end])
             # A writer may put a key into a partition that is not its own; such a row does not match.
             run = bisect_right(bounds, row) - 1
             number = self._open.get(owners[run], {}).get(key)
@@ -158,7 +158,7 @@ class Lookup:
             value = None
             if ops < 0 or data[ops + row] != OP_DELETE:
                 first, end = _EDGES.unpack_from(data, value_edges + 4 * row)
-                value = data[values + first : values + end]
+                value = bytes(data[values + first : values + end])
             self._keep(number, Newest(starts[run] + offset, value))
 
     def _close(self, partition: int, key: bytes) -> None:
@@ -504,7 +504,7 @@ class StoreSearch:
             return self._search_whole(cursor, partition, cursor.containing(partition, self._at).end)
         for start, end, count, rows in candidates:
             if rows:
-                data = cursor.data(partition, end)
+                data = cursor.mapped(partition, end)
                 block = checked(data)
                 if RUN_FIELDS.unpack_from(data, 2)[:4] != (partition, count, start, end):
                     return size + self._search_whole(cursor, partition, end)
