@@ -13,7 +13,7 @@ import pytest
 from tests.model import Row
 from tests.service.keys import some_keys
 from tests.storage.stored_blocks import block_of, limits_of, store_of, whole_range
-from tests.storage.test_lookup import NOTHING, Entry, entry, run
+from tests.storage.test_lookup import NOTHING, Entry, ends_of, entry, run
 from upr.engine.tail import TailEntry
 from upr.storage import blocks as blocks_module
 from upr.storage import keyspace
@@ -75,7 +75,7 @@ def flush(store: Store, *entries: Entry, compressed: bool = False) -> None:
 
 def found(store: Store, keys: list[bytes]) -> dict[bytes, Newest]:
     lookup = Lookup(keys, 10**9)
-    run(StoreSearch(lookup, store, NOTHING))
+    run(StoreSearch(lookup, store, NOTHING, ends_of(store)))
     assert not lookup.problems
     # A view would show something else when the transaction has ended.
     assert {type(one.value) for one in lookup.found.values()} <= {bytes, type(None)}
@@ -213,7 +213,7 @@ def test_it_finds_what_a_dictionary_has(
             # As the event loop does, which leaves the rest to a thread.
             in_tail.bite(rng.choice([1, 300, 10**6]))
             run(in_tail)
-            run(StoreSearch(lookup, store, NOTHING))
+            run(StoreSearch(lookup, store, NOTHING, ends_of(store)))
             told = {asked[number]: newest for number, newest in lookup.found.items()}
             assert told == {key: model[key] for key in asked if key in model}, (step, what)
     for partition in (P, Q):
@@ -344,7 +344,7 @@ def test_a_block_under_the_key_of_another_is_damage(store: Store, source: int, p
         data = bytes(txn.get(keyspace.block_key(P, source), db=store._blocks))
         txn.put(keyspace.block_key(P, place), data, db=store._blocks)
     lookup = Lookup(list({keys[place - 1], keys[2]}), 10**9)
-    search = StoreSearch(lookup, store, NOTHING)
+    search = StoreSearch(lookup, store, NOTHING, ends_of(store))
     assert any(search.bite() for _ in range(10)), "it goes on for ever"
     assert list(lookup.problems) == [P]
     assert not lookup.found

@@ -14,7 +14,7 @@ from upr.storage import search as lookup_module
 from upr.storage.blocks import Replacement
 from upr.storage.search import Lookup, Newest, StoreSearch, TailKeys, TailSearch
 from upr.storage.store import Store
-from upr_protocol.block import Runs, build_block, make_runs
+from upr_protocol.block import U64, Runs, build_block, make_runs
 from upr_protocol.errors import DataDamagedError
 from upr_protocol.wire.codec import compress_block, decode_block, encode_block
 
@@ -50,6 +50,12 @@ def run(search: TailSearch | StoreSearch) -> int:
     while not search.bite():
         bites += 1
     return bites
+
+
+def ends_of(store: Store) -> U64:
+    """The ends of the partitions' newest blocks."""
+    with store.look() as cursor:
+        return np.array([cursor.newest_end(p) for p in range(1024)], np.uint64)
 
 
 @pytest.fixture
@@ -101,13 +107,45 @@ def test_it_finds_what_was_written_last(
     found = Lookup(keys, 10**6)
     run(TailSearch(found, TailKeys(), 0, entries))
     in_tail = dict(found.found)
-    run(StoreSearch(found, store, NOTHING))
+    run(StoreSearch(found, store, NOTHING, ends_of(store)))
     assert {keys[i]: newest for i, newest in found.found.items()} == expected
     # What lies above the floors was found already.
     above = Lookup(keys, 10**6)
     run(TailSearch(above, TailKeys(), 0, entries))
-    run(StoreSearch(above, store, np.full(1024, 10**6, np.uint64)))
+    run(StoreSearch(above, store, np.full(1024, 10**6, np.uint64), ends_of(store)))
     assert above.found == in_tail
+    store.close()
+
+
+def test_a_search_begins_where_it_is_told_to(store: Store) -> None:
+    """What was flushed since is left to the next one; what was merged with it since is found."""
+    first, second, third = some_keys(P, 3)
+    rows = [Row(i + 1, key, b"%d" % i) for i, key in enumerate((first, second, third))]
+    store.put_flush([block_of(P, i, [rows[i]]) for i in range(2)], {}, {})
+    ends = ends_of(store)
+    assert ends[P] == 2
+    store.put_flush([block_of(P, 2, [rows[2]])], {}, {})
+    late = Lookup([third], 1000)
+    run(StoreSearch(late, store, NOTHING, ends))
+    assert not late.found
+    assert not late.problems
+    store.replace([Replacement(P, [2, 3], [block_of(P, 1, rows[1:])[1:]])])
+    found = Lookup([first, second], 1000)
+    run(StoreSearch(found, store, NOTHING, ends))
+    assert {i: newest.seqno for i, newest in found.found.items()} == {0: 1, 1: 2}
+    store.close()
+
+
+def test_a_newest_block_that_is_gone_is_damage(store: Store) -> None:
+    """The keys of its partition may have been in it."""
+    (key,) = some_keys(P, 1)
+    store.put_flush([block_of(P, 0, [Row(1, key, b"old")])], {}, {})
+    ends = ends_of(store)
+    ends[P] = 2
+    found = Lookup([key], 1000)
+    run(StoreSearch(found, store, NOTHING, ends))
+    assert isinstance(found.problems[P], DataDamagedError)
+    assert not found.found
     store.close()
 
 
@@ -118,7 +156,7 @@ def test_a_key_in_another_partition_than_its_own_is_not_it(store: Store) -> None
     block.runs = make_runs([Q], [1], [1], [2], [2], 9)
     found = Lookup([key], 100)
     run(TailSearch(found, TailKeys(), 0, [Entry(block.runs, encode_block(block))]))
-    run(StoreSearch(found, store, NOTHING))
+    run(StoreSearch(found, store, NOTHING, ends_of(store)))
     assert found.found == {}
     assert found.pending == [P]
     found.settle(np.ones(1024, bool))
@@ -132,11 +170,11 @@ def test_values_that_do_not_fit_together_are_given_up_from_the_end(store: Store)
     rows = [Row(i + 1, key, b"v" * 40) for i, key in enumerate(keys)]
     store.put_flush([block_of(P, i, [rows[i]]) for i in range(6)], {}, {})
     found = Lookup(keys, 100)
-    run(StoreSearch(found, store, NOTHING))
+    run(StoreSearch(found, store, NOTHING, ends_of(store)))
     assert found.end == 2
     assert sorted(found.found) == [0, 1]
     one = Lookup(keys[::-1], 30)
-    run(StoreSearch(one, store, NOTHING))
+    run(StoreSearch(one, store, NOTHING, ends_of(store)))
     assert (one.end, sorted(one.found)) == (1, [0])
     store.close()
 
@@ -149,7 +187,7 @@ def test_blocks_merged_between_two_bites_are_gone_through(
     rows = [Row(i + 1, key, b"%d" % i) for i, key in enumerate(keys)]
     store.put_flush([block_of(P, i, [rows[i]]) for i in range(6)], {}, {})
     found = Lookup(keys, 1000)
-    search = StoreSearch(found, store, NOTHING)
+    search = StoreSearch(found, store, NOTHING, ends_of(store))
     assert not search.bite()
     assert not search.bite()
     assert len(found.found) == 2
@@ -175,7 +213,7 @@ def test_a_damaged_block_is_a_problem_of_what_lies_behind_it(store: Store, damag
         blocks[1] = (P, 2, bytes(data))
     store.put_flush([*blocks, block_of(Q, 0, [Row(1, other, b"v")])], {}, {})
     found = Lookup([below, inside, above, other], 100)
-    run(StoreSearch(found, store, NOTHING))
+    run(StoreSearch(found, store, NOTHING, ends_of(store)))
     assert sorted(found.found) == [2, 3]
     assert isinstance(found.problems[P], DataDamagedError)
     assert list(found.problems) == [P]

@@ -98,7 +98,7 @@ async def find_newest(host: BucketService, lookup: Lookup) -> None:
     floors = _NOTHING
     while lookup.pending:
         stored = table.stored.copy()
-        bite = partial(_bite, in_tail, StoreSearch(lookup, host.disk.store, floors))
+        bite = partial(_bite, in_tail, StoreSearch(lookup, host.disk.store, floors, stored))
         while not await host.disk.in_reader(bite):
             pass
         if not lookup.pending:

@@ -135,14 +135,18 @@ class Lookup:
     def take(self, block: Encoded, rows: Sequence[int]) -> None:
         """Take keys out of rows, ascending, of a checked block that is newer than those that are searched later."""
         (data, spans), runs = block.opened(), block.runs
+        # Most blocks of the store have one run; one of the tail may have a thousand, and as many rows that are wanted.
+        if len(runs) == 1:
+            ((owner, _, start, *_),) = runs.tolist()
+            owners, starts, bounds = [owner], [start], [0]
+        else:
+            owners, starts = runs["partition"].tolist(), runs["start_seqno"].tolist()
+            bounds = row_bounds(runs).tolist()
         # Where each column begins; -1 for one that is empty.
         seqnos, ops, key_edges, keys, value_edges, values = (
             first if end > first else -1
             for first, end in (spans.get(field, ABSENT) for field in _COLUMNS)
         )
-        owners, starts = runs["partition"].tolist(), runs["start_seqno"].tolist()
-        # Most blocks of the store have one run; one of the tail may have a thousand, and as many rows that are wanted.
-        bounds = row_bounds(runs).tolist() if len(runs) > 1 else [0]
         for row in reversed(rows):
             first, end = _EDGES.unpack_from(data, key_edges + 4 * row)
             key = bytes(data[keys + first : keys + end])
@@ -457,12 +461,14 @@ class StoreSearch:
 
     Args:
         floors: blocks at or below these seqnos were searched before, uint64, shape (1024,).
+        ends: those above are not searched; each is the end of a block, the newest one by now or before.
     """
 
-    def __init__(self, lookup: Lookup, store: Store, floors: U64) -> None:
+    def __init__(self, lookup: Lookup, store: Store, floors: U64, ends: U64) -> None:
         self._lookup = lookup
         self._store = store
         self._floors = floors
+        self._ends = ends
         self._left: list[int] | None = None
         self._at: int | None = None
 
@@ -489,7 +495,7 @@ class StoreSearch:
     def _step(self, cursor: BlockCursor, partition: int) -> int:
         """Search the next blocks of a partition, and return the size of what was read."""
         if self._at is None:
-            self._at = cursor.newest_end(partition)
+            self._at = int(self._ends[partition])
         floor, sought = int(self._floors[partition]), self._lookup.sought(partition)
         if self._at <= floor or not sought:
             self._next_partition()

@@ -507,12 +507,10 @@ class Store:
     @contextmanager
     def look(self) -> Iterator[BlockCursor]:
         """Open a cursor over the blocks in one read transaction, which must be short."""
-        with (
-            self._env.begin(buffers=True) as txn,
-            txn.cursor(db=self._blocks) as blocks,
-            txn.cursor(db=self._hashes) as hashes,
-        ):
-            yield BlockCursor(blocks, hashes if self._hashes_hold else None)
+        with self._env.begin(buffers=True) as txn:
+            # Its end closes its cursors.
+            hashes = txn.cursor(db=self._hashes) if self._hashes_hold else None
+            yield BlockCursor(txn.cursor(db=self._blocks), hashes)
 
     def heads(self, partition: int) -> list[Head]:
         """Return the heads of a partition's blocks, oldest first, or raise as ``heads_until_damage`` has it."""

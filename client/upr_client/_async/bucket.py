@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from upr_client._async.block_writer import AsyncBlockWriter, Write
-from upr_client._async.call import BucketHandle, Connection
+from upr_client._async.call import KEYS, BucketHandle, Connection
 from upr_client._async.changes import AsyncChanges
 from upr_client._async.cuts import AsyncHeldCut
 from upr_client._async.io import Event, check_callbacks, give_way, mutex, now
@@ -337,10 +337,9 @@ class AsyncBucket:
                 left += _ANSWER_SECONDS
                 each = share + _ANSWER_SECONDS
             try:
-                keys = connection.stubs(connection.anywhere if request.any_server else None).keys
-                answer: kv_pb2.GetResponse = await self._handle.ask(
-                    partial(keys.Get, each=each), request, left
-                )
+                route = connection.anywhere if request.any_server else connection.active
+                get = partial(connection.unary, route, KEYS, "Get", each=each)
+                answer: kv_pb2.GetResponse = await self._handle.ask(get, request, left)
                 connection.learn(answer.servers)
                 return answer
             except UprError as error:

@@ -50,6 +50,8 @@ from upr_protocol.wire.v1.replica_service_pb2_grpc import ReplicaServiceStub
 _logger = logging.getLogger("upr_client")
 
 _STUBS = (follower_stub, KeyValueServiceStub, AdminServiceStub, ReplicaServiceStub)
+KEYS = 1
+"""Place of the stub for keys in ``_STUBS``."""
 _STREAMS = frozenset({"Follow", "Write"})
 _LEAST_SECONDS = 0.001
 _ACTIVE = types_pb2.PARTITION_STATE_ACTIVE
@@ -72,7 +74,7 @@ class Stubs(NamedTuple):
 
     @property
     def keys(self) -> Any:
-        return _Service(self, 1)
+        return _Service(self, KEYS)
 
     @property
     def admin(self) -> Any:
@@ -242,6 +244,58 @@ class Connection:
         except grpc.RpcError as error:
             raise call_error(error) from error
 
+    async def unary(
+        self, route: Route, number: int, name: str, request: Any, **options: Any
+    ) -> Any:
+        """Make a unary call; the options are those of gRPC's own methods, and ``each``.
+
+        One that cannot have reached a server, or was refused by one that is not the active one, or behind, is made at each of
+        the other endpoints, once. If none of them does it, a refusal is what is raised: that server is there.
+
+        Args:
+            number: of the method's stub, in ``_STUBS``.
+            timeout: seconds of the call altogether.
+            each: seconds of one server, of a call that may be made twice: one that says nothing for so long is left.
+        """
+        deadline, each = now() + options["timeout"], options.get("each")
+        endpoint: str | None = route.current
+        tried: set[str] = set()
+        refusal: grpc.RpcError | None = None
+        while endpoint is not None:
+            tried.add(endpoint)
+            # With the channel, for as long as the call.
+            stubs = self.raw(endpoint)
+            left = max(deadline - now(), _LEAST_SECONDS)
+            share = left if each is None else min(left, each)
+            try:
+                answer = await getattr(stubs[number](), name)(
+                    request, timeout=share, metadata=self.metadata()
+                )
+            except Cancelled:
+                # Closing a channel of grpc.aio cancels its calls, which looks like a cancelled task.
+                if cancelled_from_outside():
+                    raise
+                self.check_usable()
+                raise UnavailableError(
+                    "the connection was given up while the call was under way"
+                ) from None
+            except grpc.RpcError as error:
+                # Closed by another task or thread meanwhile: that is the reason then.
+                self.check_usable()
+                failure, failed = call_error(error), error
+            else:
+                self.worked(route, endpoint)
+                return answer
+            if failure.reason != BehindError.default_reason:
+                # One that is behind for this call is not for others.
+                self.failed(failure, route, endpoint)
+            refusal = failed if is_elsewhere(failure) else refusal
+            lost = each is not None and failure.reason == UnavailableError.default_reason
+            if not (lost or was_not_done(failed)):
+                raise failed
+            endpoint = self.another(route, tried, failure.owner) if now() < deadline else None
+        raise refusal or failed
+
     def lost(self, error: UprError, stubs: Stubs, worked: bool) -> float | None:
         """Record the loss of a stream, and move to another endpoint if that may do better.
 
@@ -312,57 +366,7 @@ class _Service:
             connection = self._connection
             method = getattr(connection.raw(self._endpoint)[self._number](), name)
             return lambda requests: method(requests, metadata=connection.metadata())
-        return partial(self._unary, name)
-
-    async def _unary(self, name: str, request: Any, **options: Any) -> Any:
-        """Make a unary call; the options are those of gRPC's own methods, and ``each``.
-
-        One that cannot have reached a server, or was refused by one that is not the active one, or behind, is made at each of
-        the other endpoints, once. If none of them does it, a refusal is what is raised: that server is there.
-
-        Args:
-            timeout: seconds of the call altogether.
-            each: seconds of one server, of a call that may be made twice: one that says nothing for so long is left.
-        """
-        connection, route, each = self._connection, self._route, options.get("each")
-        deadline = now() + options["timeout"]
-        endpoint: str | None = route.current
-        tried = set[str]()
-        refusal: grpc.RpcError | None = None
-        while endpoint is not None:
-            tried.add(endpoint)
-            # With the channel, for as long as the call.
-            stubs = connection.raw(endpoint)
-            left = max(deadline - now(), _LEAST_SECONDS)
-            share = left if each is None else min(left, each)
-            try:
-                answer = await getattr(stubs[self._number](), name)(
-                    request, timeout=share, metadata=connection.metadata()
-                )
-            except Cancelled:
-                # Closing a channel of grpc.aio cancels its calls, which looks like a cancelled task.
-                if cancelled_from_outside():
-                    raise
-                connection.check_usable()
-                raise UnavailableError(
-                    "the connection was given up while the call was under way"
-                ) from None
-            except grpc.RpcError as error:
-                # Closed by another task or thread meanwhile: that is the reason then.
-                connection.check_usable()
-                failure, failed = call_error(error), error
-            else:
-                connection.worked(route, endpoint)
-                return answer
-            if failure.reason != BehindError.default_reason:
-                # One that is behind for this call is not for others.
-                connection.failed(failure, route, endpoint)
-            refusal = failed if is_elsewhere(failure) else refusal
-            lost = each is not None and failure.reason == UnavailableError.default_reason
-            if not (lost or was_not_done(failed)):
-                raise failed
-            endpoint = connection.another(route, tried, failure.owner) if now() < deadline else None
-        raise refusal or failed
+        return partial(self._connection.unary, self._route, self._number, name)
 
 
 class BucketHandle:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from upr_client._sync.block_writer import BlockWriter, Write
-from upr_client._sync.call import BucketHandle, Connection
+from upr_client._sync.call import KEYS, BucketHandle, Connection
 from upr_client._sync.changes import Changes
 from upr_client._sync.cuts import HeldCut
 from upr_client._sync.io import Event, check_callbacks, give_way, mutex, now
@@ -338,10 +338,9 @@ class Bucket:
                 left += _ANSWER_SECONDS
                 each = share + _ANSWER_SECONDS
             try:
-                keys = connection.stubs(connection.anywhere if request.any_server else None).keys
-                answer: kv_pb2.GetResponse = self._handle.ask(
-                    partial(keys.Get, each=each), request, left
-                )
+                route = connection.anywhere if request.any_server else connection.active
+                get = partial(connection.unary, route, KEYS, "Get", each=each)
+                answer: kv_pb2.GetResponse = self._handle.ask(get, request, left)
                 connection.learn(answer.servers)
                 return answer
             except UprError as error:
