@@ -13,7 +13,11 @@ from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES: Final = ("client/upr_protocol/_rows.c", "upr/storage/_merge.c")
+SOURCES: Final = (
+    "client/upr_protocol/_rows.c",
+    "upr/storage/_merge.c",
+    "upr/service/buckets/_writer.c",
+)
 SECONDS: Final = 120.0
 """Longest time for the compiler."""
 
@@ -29,7 +33,7 @@ def compiled(source: Path, folder: Path) -> Path | None:
     # Beside it and moved there: a running process may have the old one loaded.
     made = target.with_suffix(f".{os.getpid()}")
     include = sysconfig.get_paths()["include"]
-    options = ["-O3", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(made)]
+    options = ["-O3", "-shared", "-fPIC", "-pthread", f"-I{include}", str(source), "-o", str(made)]
     nothing = subprocess.DEVNULL
     try:
         compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")

@@ -38,6 +38,7 @@ BUILT_FROM = (
     "client/upr_protocol/_columns.h",
     "client/upr_protocol/_rows.c",
     "upr/storage/_merge.c",
+    "upr/service/buckets/_writer.c",
     "tools/build_compiled.py",
 )
 """What an environment is made anew for when it changed."""

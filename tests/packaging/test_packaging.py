@@ -236,6 +236,7 @@ def test_a_wheel_without_a_compiler_is_pure(tmp_path: Path) -> None:
         "upr_protocol/block.py",
         "upr_protocol/_rows.pyi",
         "upr/storage/_merge.pyi",
+        "upr/service/buckets/_writer.pyi",
         "pyspark_upr.py",
     } <= names
     assert [name for name in names if name.endswith((".so", ".c", ".h"))] == []
@@ -247,15 +248,15 @@ def test_a_wheel_with_a_compiler_has_the_compiled_modules(tmp_path: Path) -> Non
         assert made.filename is not None
         assert not made.filename.endswith("-none-any.whl")
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        modules = {"upr_protocol/_rows" + suffix, "upr/storage/_merge" + suffix}
-        assert modules <= set(made.namelist())
+        sources = ("upr_protocol/_rows", "upr/storage/_merge", "upr/service/buckets/_writer")
+        assert {source + suffix for source in sources} <= set(made.namelist())
         made.extractall(tmp_path / "installed")
     code = (
-        "from upr_protocol import block; from upr.storage import blocks;"
-        "print(block.COMPILED.__name__, blocks.MERGE.__module__)"
+        "from upr_protocol import block; from upr.storage import blocks; from upr.service.buckets import disk_threads;"
+        "print(block.COMPILED.__name__, blocks.MERGE.__module__, disk_threads.WRITER.__module__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True
     )
-    assert done.stdout == b"upr_protocol._rows upr.storage._merge\n"
+    assert done.stdout == b"upr_protocol._rows upr.storage._merge upr.service.buckets._writer\n"

@@ -129,6 +129,7 @@ def held_journal(world: World, monkeypatch: pytest.MonkeyPatch) -> threading.Eve
         return append(commit)
 
     monkeypatch.setattr(journal, "append", append_late)
+    monkeypatch.setattr(journal, "record_of", lambda _: None)
     return written
 
 

@@ -374,6 +374,7 @@ def held_journal(host: BucketService, monkeypatch: pytest.MonkeyPatch) -> thread
         return written
 
     monkeypatch.setattr(host.disk.journal, "append", hold)
+    monkeypatch.setattr(host.disk.journal, "record_of", lambda _: None)
     return held
 
 
@@ -423,6 +424,7 @@ async def test_an_answer_that_is_not_due_is_not_told_with_one_that_is(
         return written
 
     monkeypatch.setattr(host.disk.journal, "append", hold)
+    monkeypatch.setattr(host.disk.journal, "record_of", lambda _: None)
     asked = kv.WriteOpen(bucket="default", results_together=True)
     context: Any = Script(kv.WriteRequest(open=asked))
     call = asyncio.create_task(KeyValueMethods(catalog, Intake()).Write(None, context))

@@ -36,7 +36,7 @@ CALLS = (
     "committed",
 )
 """Where something may go wrong: calls of ``os``, and before and after a transaction of the store is durable."""
-_PLAIN = ("fstat", "stat")
+_PLAIN = ("fstat", "stat", "strerror")
 
 
 class Killed(BaseException):

@@ -55,6 +55,7 @@ def simulate(patch: pytest.MonkeyPatch, timeline: Timeline, net: Net) -> None:
             if getattr(module, "random", None) is random:
                 patch.setattr(module, "random", chance)
     patch.setattr(disk_threads, "Worker", SimulatedWorker)
+    patch.setattr(disk_threads, "WRITER", None)
     patch.setattr(failpoints, "hit", lambda point: running().reach(point))
     patch.setattr(grpc.aio, "insecure_channel", lambda address, options=None: Channel(net, address))
     patch.setattr(grpc.aio, "server", functools.partial(GrpcServer, net))

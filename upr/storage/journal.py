@@ -106,7 +106,17 @@ def _name(producer: bytes, number: int) -> bytes:
     return _LENGTH.pack(len(producer)) + producer + _NUMBER.pack(number)
 
 
-def encode_record(commit: Commit) -> list[bytes]:
+class Record(NamedTuple):
+    """Record of a commit, and where it is to be written: ``size`` bytes at an offset of a file."""
+
+    number: int
+    fd: int
+    pieces: tuple[bytes, ...]
+    at: int
+    size: int
+
+
+def encode_record(commit: Commit) -> tuple[bytes, ...]:
     """Return a record in pieces: its head, then the head and the block of each entry."""
     pieces: list[bytes] = []
     for entry in commit.entries:
@@ -115,7 +125,7 @@ def encode_record(commit: Commit) -> list[bytes]:
     for piece in pieces:
         crc = google_crc32c.extend(crc, piece)
     head = _RECORD.pack(_RECORD_MAGIC, sum(map(len, pieces)), commit.number, crc, 0)[:-4]
-    return [head + _CRC.pack(google_crc32c.value(head)), *pieces]
+    return (head + _CRC.pack(google_crc32c.value(head)), *pieces)
 
 
 def _decode_payload(payload: bytes) -> tuple[JournalEntry, ...]:
@@ -252,7 +262,7 @@ class Journal:
         # Nothing is appended to a segment of an older format: a program that knows only that format would misread it.
         self._full = False
         self._failed = ""
-        self._folder_time = 0
+        self._last_folder_time = 0
         folder.mkdir(exist_ok=True)
         self._segments = [_Segment(int(p.stem), p) for p in sorted(folder.glob("*.journal"))]
         self._dropped: list[Path] = []
@@ -437,47 +447,80 @@ class Journal:
         if self._failed:
             raise StorageFailedError(self._failed)
         failpoints.hit("journal.before_append")
-        if self._fd is None or self._full or self._size >= SEGMENT_BYTES:
+        if not self._has_segment:
             self._begin_segment()
-        assert self._fd is not None
-        record = encode_record(commit)
-        size = sum(map(len, record))
-        if self._size + size >= self._room_end and size < ROOM_RECORD_BYTES:
-            self._make_room(self._fd)
-        began = time.perf_counter()
+        record = self._record(commit)
+        if not self._has_room(record):
+            self._make_room(record.fd)
+        began, failed = time.perf_counter(), 0
         try:
-            self._write(self._fd, record, size)
+            self._write(record)
             failpoints.hit("journal.before_sync")
         except OSError as error:
-            if error.errno in _FULL:
-                self._take_back(self._fd)
-                raise
-            self._failed = f"write or fsync of the journal failed: {error.strerror or error}"
-            raise StorageFailedError(self._failed) from error
-        self.write_seconds = time.perf_counter() - began
-        if self._folder_has_changed() and not os.fstat(self._fd).st_nlink:
+            failed = error.errno or errno.EIO
+        self.wrote(record, failed, time.perf_counter() - began, self._folder_time())
+        failpoints.hit("journal.after_sync")
+        return record.size
+
+    def record_of(self, commit: Commit) -> Record | None:
+        """Return the record of a commit, for who writes it as ``append`` does and calls ``wrote``; None where ``append`` has more
+        to do.
+        """
+        if self._failed or not self._has_segment or failpoints.any_armed():
+            return None
+        record = self._record(commit)
+        return record if self._has_room(record) else None
+
+    def wrote(self, record: Record, failed: int, seconds: float, folder_time: int) -> None:
+        """Count a record as appended, or raise as ``append`` does.
+
+        Args:
+            failed: an errno; 0 for none.
+            seconds: what it took.
+            folder_time: when the folder was changed last, nanoseconds since the epoch; -1 where it cannot be asked.
+        """
+        if failed in _FULL:
+            self._take_back(record.fd)
+            raise OSError(failed, os.strerror(failed))
+        if failed:
+            self._failed = f"write or fsync of the journal failed: {os.strerror(failed)}"
+            raise StorageFailedError(self._failed)
+        self.write_seconds = seconds
+        if self._folder_has_changed(folder_time) and not os.fstat(record.fd).st_nlink:
             self._failed = "the journal was deleted under the server"
             raise StorageFailedError(self._failed)
-        failpoints.hit("journal.after_sync")
-        self._size += size
-        self._segments[-1].last_commit = commit.number
-        return size
+        self._size += record.size
+        self._segments[-1].last_commit = record.number
 
-    def _folder_has_changed(self) -> bool:
-        """Return whether files came or went in the folder since this was asked last.
+    @property
+    def _has_segment(self) -> bool:
+        return self._fd is not None and not self._full and self._size < SEGMENT_BYTES
+
+    def _record(self, commit: Commit) -> Record:
+        assert self._fd is not None
+        pieces = encode_record(commit)
+        return Record(commit.number, self._fd, pieces, self._size, sum(map(len, pieces)))
+
+    def _has_room(self, record: Record) -> bool:
+        return record.at + record.size < self._room_end or record.size >= ROOM_RECORD_BYTES
+
+    def _folder_time(self) -> int:
+        try:
+            return os.stat(self._folder).st_mtime_ns
+        except OSError:
+            return -1
+
+    def _folder_has_changed(self, told: int) -> bool:
+        """Return whether files came or went in the folder since this was asked last; ``told`` is the time of its last change.
 
         To ask for the segment's own state after each sync makes the next one a third longer: Linux gives a file whose
         times were asked for a new time with the next write, and a sync writes it.
         """
-        before = self._folder_time
-        try:
-            told = os.stat(self._folder).st_mtime_ns
-        except OSError:
-            return True
+        before = self._last_folder_time
         # A change right after another one may get the same time: within a step, a second where the file system has no less.
         step = TICK_NANOSECONDS if told % 10**9 else 2 * 10**9
-        self._folder_time = told if time.time_ns() - told > step else 0
-        return told != before
+        self._last_folder_time = told if time.time_ns() - told > step else 0
+        return told != before or told < 0
 
     def _make_room(self, fd: int) -> None:
         # As much as there is already, so that a journal of few small records is written twice at most.
@@ -490,17 +533,18 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, self._size)
 
-    def _write(self, fd: int, record: Sequence[bytes], size: int) -> None:
+    def _write(self, record: Record) -> None:
         """Write a record, durably. By one call where it can be: behind each this thread waits for the interpreter lock."""
+        fd, at = record.fd, record.at
         armed = failpoints.is_armed("journal.half_append")
-        written = 0 if armed else os.pwritev(fd, record[:PIECES_MAX], self._size)
-        if written == size:
+        written = 0 if armed else os.pwritev(fd, record.pieces[:PIECES_MAX], at)
+        if written == record.size:
             return
-        rest = memoryview(b"".join(record))[written:]
+        rest = memoryview(b"".join(record.pieces))[written:]
         half = len(rest) // 2 if armed else 0
-        _write_whole(fd, rest[:half], self._size + written)
+        _write_whole(fd, rest[:half], at + written)
         failpoints.hit("journal.half_append")
-        _write_whole(fd, rest[half:], self._size + written + half)
+        _write_whole(fd, rest[half:], at + written + half)
 
     def _take_back(self, fd: int) -> None:
         try:

@@ -221,7 +221,7 @@ def block_key(partition: int, end_seqno: int) -> bytes:
     return _BLOCK_KEY.pack(partition, end_seqno)
 
 
-def unpack_block_key(key: bytes) -> tuple[int, int]:
+def unpack_block_key(key: bytes | memoryview) -> tuple[int, int]:
     partition, end_seqno = _BLOCK_KEY.unpack(key)
     return partition, end_seqno
 

@@ -729,9 +729,7 @@ class BucketService:
         while self.bucket.failure is None:
             began = time.perf_counter()
             try:
-                written = await self.disk.in_journal_thread(
-                    lambda: self.disk.journal.append(commit)
-                )
+                written = await self.disk.append(commit)
                 self.disk.traffic.commits.add(time.perf_counter() - began)
                 self.disk.traffic.syncs.add(self.disk.journal.write_seconds)
                 self.disk.counters.journalled_bytes += written

@@ -19,11 +19,20 @@ from upr.service.clock import Clock
 from upr.service.sight.counts import Traffic
 from upr.service.storage_trouble import Troubles, words_of
 from upr.storage.blocks import compressor
-from upr.storage.journal import Journal
+from upr.storage.journal import Commit, Journal, Record
 from upr.storage.store import Counters, Store
+from upr_protocol.block import COMPILED
 from upr_protocol.errors import BucketGoneError, ShuttingDownError, StorageFailedError
 
+try:
+    from upr.service.buckets._writer import Writer
+except ImportError:
+    Writer = None  # type: ignore[assignment, misc]
+
+WRITER = None if COMPILED is None else Writer
+"""Thread that writes records without the interpreter lock; where it is not compiled, the journal's own thread writes them."""
 _READERS = 2
+_C = TypeVar("_C")
 _T = TypeVar("_T")
 _Answer = asyncio.Future[Any]
 
@@ -135,6 +144,8 @@ class Disk:
             self.store.close()
             raise
         self._journal_thread = Worker("journal")
+        self._journal_turn = asyncio.Lock()
+        self._writer = None if WRITER is None else WRITER(folder / "journal")
         self._store_thread = Worker("store")
         self._flush_thread = Worker("flush")
         self._readers = Worker("reader", _READERS)
@@ -156,12 +167,40 @@ class Disk:
         """Run a function of a few short transactions in a reader thread."""
         return self._in(self._readers.run, call)
 
-    def in_journal_thread(self, call: Callable[[], _T]) -> Coroutine[Any, Any, _T]:
-        return self._in(self._journal_thread.run, call)
+    async def in_journal_thread(self, call: Callable[[], _T]) -> _T:
+        async with self._journal_turn:
+            return await self._in(self._journal_thread.run, call)
 
-    async def _in(
-        self, run: Callable[[Callable[[], _T]], Awaitable[_T]], call: Callable[[], _T]
-    ) -> _T:
+    async def append(self, commit: Commit) -> int:
+        """Journal a commit, and return its bytes; see ``Journal.append``."""
+        async with self._journal_turn:
+            record = None if self._writer is None else self.journal.record_of(commit)
+            if record is None:
+                return await self._in(self._journal_thread.run, lambda: self.journal.append(commit))
+            told = await self._in(self._write, record)
+            if told[0]:
+                # What is left of it is taken back.
+                await self._in(self._journal_thread.run, lambda: self.journal.wrote(record, *told))
+            else:
+                self.journal.wrote(record, *told)
+            return record.size
+
+    def _write(self, record: Record) -> "asyncio.Future[tuple[int, float, int]]":
+        writer, loop = self._writer, asyncio.get_running_loop()
+        assert writer is not None
+        answer: asyncio.Future[tuple[int, float, int]] = loop.create_future()
+
+        def written() -> None:
+            loop.remove_reader(writer.fileno())
+            told = writer.result()
+            assert told is not None
+            _settle(answer, told, None)
+
+        writer.write(record.fd, record.pieces, record.at)
+        loop.add_reader(writer.fileno(), written)
+        return answer
+
+    async def _in(self, run: Callable[[_C], Awaitable[_T]], call: _C) -> _T:
         if self.gone is not None:
             raise self.gone
         result = await run(call)
@@ -204,6 +243,8 @@ class Disk:
     def close(self) -> None:
         """Wait for the threads, and close journal and store."""
         self._journal_thread.close()
+        if self._writer is not None:
+            self._writer.close()
         self._flush_thread.close()
         self._store_thread.close()
         self._readers.close()

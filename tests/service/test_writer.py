@@ -1,0 +1,253 @@
+"""The journal's writer: the compiled thread writes what its reference would, says what failed, and ends when it is told to."""
+
+import asyncio
+import errno
+import os
+import resource
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compiled import load
+from tests.harness import WAIT_SECONDS
+from upr.config import ServerConfig
+from upr.service.buckets import disk_threads
+from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.disk_threads import Disk
+from upr.storage import journal as journal_module
+from upr.storage.directory import DataDirectory
+from upr.storage.journal import PIECES_MAX, ROOM_RECORD_BYTES, Commit, JournalEntry
+from upr_protocol.errors import StorageFailedError
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    module = load("upr.service.buckets._writer", tmp_path_factory.mktemp("compiled"))
+    return module.Writer
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    opened = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield opened
+    os.close(opened)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, writers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    """The disk of a new bucket, where nothing runs."""
+    monkeypatch.setattr(disk_threads, "WRITER", writers)
+    directory = DataDirectory(tmp_path / "data")
+    host = Catalog(directory, ServerConfig(tmp_path / "data")).find("default")
+    yield host.disk
+    host.close_files()
+    directory.close()
+
+
+def written(writer: Any) -> tuple[int, float, int]:
+    assert select.select([writer.fileno()], [], [], WAIT_SECONDS)[0]
+    found: tuple[int, float, int] = writer.result()
+    return found
+
+
+def commit(number: int, size: int) -> Commit:
+    return Commit(number, (JournalEntry(bytes([number]) * size), JournalEntry(b"second")))
+
+
+def found(disk: Disk) -> list[Commit]:
+    return [one.commit for one in disk.journal.inspect() if one.commit is not None]
+
+
+def only_the_writer(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(_: Commit) -> int:
+        raise AssertionError("the journal's thread writes")
+
+    monkeypatch.setattr(disk.journal, "append", append)
+
+
+def test_all_pieces_are_written_from_an_offset_on(writers: Any, fd: int, tmp_path: Path) -> None:
+    writer = writers(tmp_path)
+    assert writer.result() is None
+    pieces = (b"", *(b"%d," % n for n in range(3 * PIECES_MAX)), b"", b"end")
+    for at in (7, 2**20):
+        writer.write(fd, pieces, at)
+        failed, seconds, changed = written(writer)
+        assert (failed, changed) == (0, os.stat(tmp_path).st_mtime_ns)
+        assert 0 < seconds < WAIT_SECONDS
+        assert os.pread(fd, 2**20, at).rstrip(b"\0") == b"".join(pieces)
+    assert writer.result() is None
+    assert select.select([writer.fileno()], [], [], 0)[0] == [], "it is told again"
+
+
+def test_what_fails_is_told(writers: Any, fd: int, tmp_path: Path) -> None:
+    writer = writers(tmp_path / "nowhere")
+    writer.write(fd, (b"x",), 0)
+    assert written(writer)[::2] == (0, -1)
+    writer.write(-1, (b"x",), 0)
+    assert written(writer)[0] == errno.EBADF
+    with pytest.raises(TypeError, match="bytes"):
+        writer.write(fd, (b"x", bytearray(1)), 0)
+    writer.write(fd, (b"y",), 0)
+    assert written(writer)[0] == 0
+    assert os.pread(fd, 9, 0) == b"y"
+
+
+def test_a_full_file_takes_a_part_and_the_rest_fails(writers: Any, fd: int, tmp_path: Path) -> None:
+    writer = writers(tmp_path)
+    with most_bytes(10):
+        writer.write(fd, (b"a" * 8, b"b" * 8), 0)
+        assert written(writer)[0] == errno.EFBIG
+    assert os.pread(fd, 99, 0) == b"a" * 8 + b"b" * 2
+
+
+class most_bytes:
+    """No file may become larger meanwhile."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __enter__(self) -> None:
+        # Python has the signal ignored, pytest's other plugins may not.
+        self._signal = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        self._limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._size, self._limit[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limit)
+        signal.signal(signal.SIGXFSZ, self._signal)
+
+
+def test_one_record_at_a_time_and_the_last_is_written_before_the_end(
+    writers: Any, tmp_path: Path
+) -> None:
+    reader, pipe = os.pipe()
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    writer = writers(tmp_path)
+    # To write to a pipe at an offset fails, at once.
+    writer.write(pipe, (b"x",), 0)
+    with pytest.raises(RuntimeError, match="being written"):
+        writer.write(pipe, (b"x",), 0)
+    assert written(writer)[0] == errno.ESPIPE
+    with (tmp_path / "file").open("wb") as file:
+        writer.write(file.fileno(), (b"last" * 2**20,), 0)
+        writer.close()
+        assert file.seek(0, os.SEEK_END) == 4 * 2**20
+        assert writer.result()[0] == 0
+        with pytest.raises(RuntimeError, match="closed"):
+            writer.write(file.fileno(), (b"x",), 0)
+        # Nobody asks what became of it.
+        dropped = writers(tmp_path)
+        dropped.write(file.fileno(), (b"gone" * 2**20,), 0)
+        del dropped
+        assert Path(file.name).read_bytes() == b"gone" * 2**20
+    os.close(reader)
+    os.close(pipe)
+
+
+@pytest.mark.asyncio
+async def test_commits_are_written_by_the_writer_where_there_is_room(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first small one has room made for it, by the journal's thread.
+    commits = [commit(1, 10), commit(2, 20), commit(3, ROOM_RECORD_BYTES), commit(4, 30)]
+    sizes = [await disk.append(commits[0])]
+    assert disk.journal.size >= ROOM_RECORD_BYTES
+    only_the_writer(disk, monkeypatch)
+    sizes += [await disk.append(one) for one in commits[1:3]]
+    monkeypatch.undo()
+    sizes.append(await disk.append(commits[3]))
+    assert found(disk) == commits
+    assert disk.journal.write_seconds > 0
+    header = disk.journal.size - sum(sizes)
+    assert 0 < header <= 2 * ROOM_RECORD_BYTES + 64
+
+
+@pytest.mark.asyncio
+async def test_a_full_segment_is_followed_by_another(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", ROOM_RECORD_BYTES)
+    commits = [commit(number, ROOM_RECORD_BYTES) for number in (1, 2, 3)]
+    for one in commits:
+        await disk.append(one)
+    assert found(disk) == commits
+    assert len({one.path for one in disk.journal.inspect()}) == 3
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_leaves_nothing_of_a_record(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_the_writer(disk, monkeypatch)
+    first, second = commit(1, ROOM_RECORD_BYTES), commit(2, 2 * ROOM_RECORD_BYTES)
+    await disk.append(first)
+    size = disk.journal.size
+    with most_bytes(size + 100), pytest.raises(OSError, match="File too large"):
+        await disk.append(second)
+    assert disk.journal.size == size
+    await disk.append(second)
+    assert found(disk) == [first, second]
+
+
+@pytest.mark.asyncio
+async def test_after_another_failure_nothing_is_appended(disk: Disk) -> None:
+    await disk.append(commit(1, ROOM_RECORD_BYTES))
+    (segment,) = {one.path for one in disk.journal.inspect()}
+    file, fd = segment.open("rb"), disk.journal._fd
+    disk.journal._fd = file.fileno()
+    with pytest.raises(StorageFailedError, match="Bad file descriptor"):
+        await disk.append(commit(2, ROOM_RECORD_BYTES))
+    disk.journal._fd = fd
+    file.close()
+    with pytest.raises(StorageFailedError, match="Bad file descriptor"):
+        await disk.append(commit(2, ROOM_RECORD_BYTES))
+    assert found(disk) == [commit(1, ROOM_RECORD_BYTES)]
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_durable_in_a_segment_that_was_deleted(disk: Disk) -> None:
+    await disk.append(commit(1, ROOM_RECORD_BYTES))
+    (segment,) = {one.path for one in disk.journal.inspect()}
+    segment.unlink()
+    with pytest.raises(StorageFailedError, match="deleted"):
+        await disk.append(commit(2, ROOM_RECORD_BYTES))
+
+
+@pytest.mark.asyncio
+async def test_the_journals_thread_waits_for_a_record_that_is_being_written(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.event = os.eventfd(0)
+
+        def fileno(self) -> int:
+            return self.event
+
+        def write(self, fd: int, pieces: tuple[bytes, ...], at: int) -> None:
+            self.asked = fd, pieces, at
+
+        def result(self) -> tuple[int, float, int]:
+            fd, pieces, at = self.asked
+            os.pwritev(fd, pieces, at)
+            return 0, 1.0, 0
+
+        def close(self) -> None:
+            os.close(self.event)
+
+    slow = Slow()
+    monkeypatch.setattr(disk, "_writer", slow)
+    done = []
+    append = asyncio.create_task(disk.append(commit(1, ROOM_RECORD_BYTES)))
+    other = asyncio.create_task(disk.in_journal_thread(lambda: done.append(disk.journal.size)))
+    assert not (await asyncio.wait([append, other], timeout=0.05))[0]
+    os.eventfd_write(slow.event, 1)
+    async with asyncio.timeout(WAIT_SECONDS):
+        await asyncio.gather(append, other)
+    assert done[0] > ROOM_RECORD_BYTES
+    assert found(disk) == [commit(1, ROOM_RECORD_BYTES)]
