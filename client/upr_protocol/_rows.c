@@ -2,7 +2,7 @@
 other blocks.
 
 The functions here do what block_changes and block_items of upr_client/changes/events.py, row_numbers of upr_client/arrow.py,
-and pairs_bytes, blocks_of_pairs, build_block, join_blocks and check_block of block.py, do in Python, and, in a server, put_ends of
+and pairs_bytes, blocks_of_pairs, build_block, join_blocks and check_block of block.py, do in Python, and, in a server, put_ends and summary of
 upr/storage/blocks.py, and what upr/engine/bucket.py does to number a write; and nothing else: those are the reference. What contradicts itself or is out of its range is not for this module: then it returns None, the caller asks
 the reference, and so both always agree. Every offset is compared with the end of its column before anything is read there.
 */
@@ -1071,6 +1071,26 @@ put_ends(PyObject *module, PyObject *const *args, Py_ssize_t count)
     Py_RETURN_TRUE;
 }
 
+PyDoc_STRVAR(summary_doc, "summary(runs)\n--\n\n"
+                          "Return how many rows runs have, and whether each ends in a snapshot marker; None where they are not for this function.");
+
+static PyObject *
+summary(PyObject *module, PyObject *table)
+{
+    Py_ssize_t runs_count;
+    const char *runs = table_runs(table, &runs_count);
+    if (runs == NULL) {
+        Py_RETURN_NONE;
+    }
+    uint64_t rows = 0;
+    int complete = 1;
+    for (const char *run = runs, *end = runs + runs_count * RUN_BYTES; run < end; run += RUN_BYTES) {
+        rows += number_at(run + COUNT_AT, 0);
+        complete &= long_at(run + HORIZON_AT) == long_at(run + END_AT);
+    }
+    return Py_BuildValue("(KO)", (unsigned long long)rows, complete ? Py_True : Py_False);
+}
+
 static PyMethodDef methods[] = {
     {"admitted", (PyCFunction)(void (*)(void))admitted, METH_FASTCALL, admitted_doc},
     {"columns", (PyCFunction)(void (*)(void))columns, METH_FASTCALL, columns_doc},
@@ -1083,6 +1103,7 @@ static PyMethodDef methods[] = {
     {"rows", (PyCFunction)(void (*)(void))rows, METH_FASTCALL, rows_doc},
     {"size", size, METH_O, size_doc},
     {"sound", (PyCFunction)(void (*)(void))sound, METH_FASTCALL, sound_doc},
+    {"summary", summary, METH_O, summary_doc},
     {NULL, NULL, 0, NULL},
 };
 

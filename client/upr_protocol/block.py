@@ -63,7 +63,7 @@ def _compiled() -> Any:
     except ImportError:
         return None
     # One of another version, left by a build that is not this one's.
-    usable = hasattr(_rows, "put_ends") and not os.environ.get("UPR_PURE_PYTHON")
+    usable = hasattr(_rows, "summary") and not os.environ.get("UPR_PURE_PYTHON")
     return _rows if usable else None
 
 

@@ -161,7 +161,7 @@ def test_a_module_that_lacks_a_function_is_not_used(
     monkeypatch.setattr(upr_protocol, "_rows", SimpleNamespace(**functions), raising=False)
     assert block_module._compiled() is not None
     # What a build before this one left.
-    del functions["put_ends"]
+    del functions["summary"]
     monkeypatch.setattr(upr_protocol, "_rows", SimpleNamespace(**functions), raising=False)
     assert block_module._compiled() is None
 

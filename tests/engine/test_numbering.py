@@ -62,6 +62,19 @@ def test_a_write_is_numbered_alike_with_and_without_the_compiled_functions(
     assert set(refused) == given_up
 
 
+def test_rows_and_markers_of_runs_are_told_with_and_without_the_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = make_runs([1, 2, 3], [4, 0, 2**32 - 1], 0, [4, 9, 7], [4, 9, 7])
+    torn = make_runs([1, 2, 3], [4, 5, 6], 0, [4, 9, 7], [4, 9, 8])
+    for module in (COMPILED, None):
+        monkeypatch.setattr(blocks_module, "COMPILED", module)
+        assert blocks_module.summary(whole) == (2**32 + 3, True)
+        assert blocks_module.summary(torn) == (15, False)
+        assert blocks_module.summary(torn[:2]) == (9, True)
+        assert blocks_module.summary(torn[:0]) == (0, True)
+
+
 @needs_compiler
 def test_what_is_no_table_of_runs_is_left_to_the_reference() -> None:
     module: Any = COMPILED
@@ -77,6 +90,7 @@ def test_what_is_no_table_of_runs_is_left_to_the_reference() -> None:
         assert module.admitted(runs, ACTIVE, states, highs) is False
         assert module.numbered(runs, 1, highs) is None
         assert module.put_ends(runs, highs) is False
+        assert module.summary(runs) is None
     assert not highs.any()
     runs = make_runs([1], [2], 3, 5, 5, 7).tobytes()
     for wrong in (highs[:-1], np.zeros(PARTITIONS, np.uint8)):

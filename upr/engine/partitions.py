@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from upr.storage.blocks import are_complete, joined_runs, put_ends
+from upr.storage.blocks import joined_runs, put_ends, summary
 from upr.storage.keyspace import PartitionRow
 from upr_protocol.block import I64, U64, Runs
 from upr_protocol.errors import (
@@ -194,7 +194,7 @@ class DurableMarkers:
             durable: each partition's durable high seqno, which moves.
         """
         runs = joined_runs(tables)
-        if not self._incomplete and are_complete(runs):
+        if not self._incomplete and summary(runs)[1]:
             put_ends(runs, durable, self.seqno, self._horizon)
             return
         put_ends(runs, durable)

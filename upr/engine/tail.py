@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from upr.storage.blocks import FEW_RUNS, joined_runs, put_ends
+from upr.storage.blocks import joined_runs, put_ends, summary
 from upr.storage.journal import NumberedWrite
 from upr_protocol.block import I64, RUN, U64, Block, Runs, join_blocks, select_runs
 from upr_protocol.errors import CorruptBlockError
@@ -101,12 +101,10 @@ class TailEntry:
 
     @property
     def size(self) -> int:
-        runs = self.runs
-        few = len(runs) <= FEW_RUNS
-        rows = sum([run[1] for run in runs.tolist()]) if few else int(runs["count"].sum())
+        rows, _ = summary(self.runs)
         writes = sum([len(write.runs) + _WRITE_OVERHEAD_BYTES for write in self.writes])
         overhead = _ENTRY_OVERHEAD_BYTES + rows * _ROW_OVERHEAD_BYTES
-        return len(self.data) + runs.nbytes + overhead + writes
+        return len(self.data) + self.runs.nbytes + overhead + writes
 
     def block(self) -> Block:
         """Parse the bytes. Their CRCs are verified again, because they may have been in memory for long."""

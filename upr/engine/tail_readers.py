@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from upr.engine.streams import Messages
 from upr.engine.tail import Tail, TailEntry, join_encoded
-from upr.storage.blocks import FEW_RUNS, are_complete, joined_runs
+from upr.storage.blocks import FEW_RUNS, joined_runs, summary
 from upr.storage.journal import NumberedWrite
 from upr.storage.read import EVERYTHING, Showing
 from upr_protocol.block import I64, U64, Runs, select_runs, slice_runs
@@ -125,7 +125,7 @@ class _Span:
     def of(cls, pieces: _Pieces) -> "_Span":
         entries = [entry for entry, _ in pieces]
         runs = joined_runs([entry.runs for entry in entries])
-        if len(entries) > 1 and not are_complete(runs):
+        if len(entries) > 1 and not summary(runs)[1]:
             # Whether a stream has reached its end depends on the run before: one entry at a time is exact.
             return cls.of(pieces[:1])
         after = tuple(after for _, after in pieces)
