@@ -567,8 +567,12 @@ class Journal:
     @property
     def size(self) -> int:
         """Return the bytes of all segment files."""
-        paths = [*self._dropped, *(segment.path for segment in self._segments)]
-        return sum(path.stat().st_size for path in paths if path.exists())
+        size = 0
+        for path in [*self._dropped, *(segment.path for segment in self._segments)]:
+            # It may be removed at this moment.
+            with contextlib.suppress(FileNotFoundError):
+                size += path.stat().st_size
+        return size
 
     def drop_through(self, commit_number: int) -> None:
         """Drop the segments without commits above the number, for ``remove_dropped``; the newest stays for appending."""
