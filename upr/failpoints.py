@@ -124,9 +124,9 @@ def is_armed(name: str) -> bool:
     return name in _armed
 
 
-def any_armed() -> bool:
-    """Return whether a test wants something anywhere."""
-    return bool(_armed)
+def any_armed(beginning: str) -> bool:
+    """Return whether a test wants something at a place whose name begins so."""
+    return bool(_armed) and any(name.startswith(beginning) for name in _armed)
 
 
 def hit(name: str) -> None:

@@ -7,6 +7,7 @@ import resource
 import select
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ import pytest
 
 from tests.compiled import load
 from tests.harness import WAIT_SECONDS
+from tests.service.bucket_state import started
 from upr.config import ServerConfig
 from upr.service.buckets import disk_threads
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.disk_threads import Disk
+from upr.service.clock import Clock
 from upr.storage import journal as journal_module
 from upr.storage.directory import DataDirectory
 from upr.storage.journal import PIECES_MAX, ROOM_RECORD_BYTES, Commit, JournalEntry
+from upr.storage.store import Store
+from upr_protocol.block import build_block
 from upr_protocol.errors import StorageFailedError
 
 
@@ -37,15 +43,21 @@ def fd(tmp_path: Path) -> Iterator[int]:
     os.close(opened)
 
 
-@pytest.fixture
-def disk(tmp_path: Path, writers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    """The disk of a new bucket, where nothing runs."""
-    monkeypatch.setattr(disk_threads, "WRITER", writers)
-    directory = DataDirectory(tmp_path / "data")
-    host = Catalog(directory, ServerConfig(tmp_path / "data")).find("default")
-    yield host.disk
+@contextmanager
+def new_bucket(folder: Path) -> Iterator[BucketService]:
+    """A bucket where nothing runs."""
+    directory = DataDirectory(folder)
+    host = Catalog(directory, ServerConfig(folder)).find("default")
+    yield host
     host.close_files()
     directory.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path, writers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    monkeypatch.setattr(disk_threads, "WRITER", writers)
+    with new_bucket(tmp_path / "data") as host:
+        yield host.disk
 
 
 def written(writer: Any) -> tuple[int, float, int]:
@@ -125,8 +137,6 @@ def test_one_record_at_a_time_and_the_last_is_written_before_the_end(
     writers: Any, tmp_path: Path
 ) -> None:
     reader, pipe = os.pipe()
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
     writer = writers(tmp_path)
     # To write to a pipe at an offset fails, at once.
     writer.write(pipe, (b"x",), 0)
@@ -216,6 +226,73 @@ async def test_nothing_is_durable_in_a_segment_that_was_deleted(disk: Disk) -> N
     segment.unlink()
     with pytest.raises(StorageFailedError, match="deleted"):
         await disk.append(commit(2, ROOM_RECORD_BYTES))
+
+
+def test_the_journal_is_closed_when_its_writer_has_ended(
+    writers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_threads, "WRITER", writers)
+    closed = []
+    with new_bucket(tmp_path / "data") as host:
+        journal, writer = host.disk.journal, host.disk._writer
+        assert writer is not None
+        end = writer.close
+
+        class Closed:
+            def close(self) -> None:
+                closed.append(journal._fd is None)
+                end()
+
+        monkeypatch.setattr(host.disk, "_writer", Closed())
+    assert closed == [False]
+
+
+def test_a_bucket_whose_writer_cannot_be_made_can_be_opened_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_bucket(tmp_path / "data"):
+        pass
+
+    def fails(_: Path) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    directory = DataDirectory(tmp_path / "data")
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_threads, "WRITER", fails)
+        folder = next(iter((tmp_path / "data" / "buckets").iterdir()))
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            Disk(folder, Clock(), None, list, list)  # type: ignore[arg-type]
+    # With the error still in hand.
+    Store(folder / "store").close()
+    assert caught.value.errno == errno.EMFILE
+    directory.close()
+
+
+@pytest.mark.asyncio
+async def test_segments_go_also_where_no_new_one_can_be_begun(
+    writers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_threads, "WRITER", writers)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 100)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    directory = DataDirectory(tmp_path / "data")
+    host = started(Catalog(directory, ServerConfig(tmp_path / "data")).find("default"))
+    for key in (b"a", b"b", b"c"):
+        written = await host.write(build_block([key], [b"v"]), b"", None, 0)
+        await host.journalled(written.entry)
+    segments = {one.path for one in host.disk.journal.inspect()}
+    assert len(segments) == 3
+    monkeypatch.setattr(host.disk.journal, "_begin_segment", full)
+    with pytest.raises(OSError, match="full"):
+        await host.flusher.flush(wanted=True)
+    # The newest stays, which is appended to.
+    assert [path.exists() for path in sorted(segments)] == [False, False, True]
+    monkeypatch.undo()
+    assert await host.close()
+    directory.close()
 
 
 @pytest.mark.asyncio

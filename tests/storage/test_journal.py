@@ -341,6 +341,35 @@ def test_room_that_a_full_disk_has_in_part_is_left_to_others(
     assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
 
 
+def test_room_that_the_disk_fails_to_write_fails_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_fd: int, _data: memoryview, _at: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(StorageFailedError, match="Input/output error"):
+        journal.append(commit(1))
+    monkeypatch.undo()
+    with pytest.raises(StorageFailedError, match="Input/output error"):
+        journal.append(commit(1))
+    journal.close()
+
+
+def test_a_disk_that_takes_nothing_fails_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(StorageFailedError, match="Input/output error"):
+        journal.append(commit(1, ROOM_RECORD_BYTES))
+    journal.close()
+
+
 def test_room_grows_with_the_segment(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", VERSION)
     list(journal.replay())

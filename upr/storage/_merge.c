@@ -250,7 +250,8 @@ take_source(PyObject *block, int check, Source *source)
 {
     const char *places[TABLE_CRC_FIELD + 1] = {NULL};
     uint32_t sizes[TABLE_CRC_FIELD + 1] = {0}, *columns = sizes + FIRST_COLUMN;
-    if (!take_fields(PyBytes_AS_STRING(block), PyBytes_GET_SIZE(block), places, sizes) || sizes[RUNS_FIELD] % RUN_BYTES || (check && !crcs_fit(places, sizes))) {
+    if (!take_fields(PyBytes_AS_STRING(block), PyBytes_GET_SIZE(block), places, sizes) || sizes[RUNS_FIELD] % RUN_BYTES
+        || (check && !crcs_fit(places, sizes))) {
         return 0;
     }
     source->runs = places[RUNS_FIELD];
@@ -946,6 +947,10 @@ candidate(PyObject *module, PyObject *args)
     unsigned long long end, above;
     Search search = {0};
     if (!PyArg_ParseTuple(args, "OIKKnnI", &rows, &search.partition, &end, &above, &search.most, &search.blocks, &search.hash)) {
+        return NULL;
+    }
+    if (!PyIter_Check(rows)) {
+        PyErr_SetString(PyExc_TypeError, "rows are no iterator");
         return NULL;
     }
     search.end = end, search.above = above;

@@ -450,10 +450,10 @@ class Journal:
         if not self._has_segment:
             self._begin_segment()
         record = self._record(commit)
-        if not self._has_room(record):
-            self._make_room(record.fd)
         began, failed = time.perf_counter(), 0
         try:
+            if not self._has_room(record):
+                self._make_room(record.fd)
             self._write(record)
             failpoints.hit("journal.before_sync")
         except OSError as error:
@@ -466,7 +466,7 @@ class Journal:
         """Return the record of a commit, for who writes it as ``append`` does and calls ``wrote``; None where ``append`` has more
         to do.
         """
-        if self._failed or not self._has_segment or failpoints.any_armed():
+        if self._failed or not self._has_segment or failpoints.any_armed("journal."):
             return None
         record = self._record(commit)
         return record if self._has_room(record) else None
@@ -528,7 +528,9 @@ class Journal:
         try:
             _write_whole(fd, bytes(room), self._size)
             self._room_end = self._size + room
-        except OSError:
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
             # Records are appended without it. Of a full disk ext4 took all that was left, which others need.
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, self._size)
@@ -620,6 +622,8 @@ def _write_whole(fd: int, data: bytes | memoryview, at: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, at)
+        if not written:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         view, at = view[written:], at + written
 
 

@@ -157,15 +157,16 @@ writer_new(PyTypeObject *type, PyObject *args, PyObject *named)
     pthread_mutex_init(&self->lock, NULL);
     pthread_cond_init(&self->asked, NULL);
     self->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    self->folder = PyMem_RawMalloc(PyBytes_GET_SIZE(folder) + 1);
-    if (self->folder != NULL) {
+    if (self->event < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+    } else if ((self->folder = PyMem_RawMalloc(PyBytes_GET_SIZE(folder) + 1)) == NULL) {
+        PyErr_NoMemory();
+    } else {
         memcpy(self->folder, PyBytes_AS_STRING(folder), PyBytes_GET_SIZE(folder) + 1);
     }
     Py_DECREF(folder);
-    if (self->event < 0 || self->folder == NULL) {
-        self->event < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyErr_NoMemory();
-        Py_DECREF(self);
-        return NULL;
+    if (self->folder == NULL) {
+        Py_CLEAR(self);
     }
     return (PyObject *)self;
 }
@@ -245,7 +246,9 @@ writer_write(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(result_doc, "result()\n\nReturn what became of the record: an errno, 0 for none; what it took, in seconds; and when the folder was changed last, in\nnanoseconds, -1 where it cannot be asked. None while the record is being written.");
+PyDoc_STRVAR(result_doc, "result()\n\n"
+                         "Return what became of the record: an errno, 0 for none; what it took, in seconds; and when the folder was changed last,\n"
+                         "in nanoseconds, -1 where it cannot be asked. None while the record is being written.");
 
 static PyObject *
 writer_result(PyObject *object, PyObject *nothing)

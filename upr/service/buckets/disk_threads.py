@@ -1,6 +1,6 @@
 """The disk of one open bucket: the threads that own its journal and store, and their trouble.
 
-One thread owns the journal, one makes the store's write transactions, one merges what a flush stores, two read. The
+One thread owns the journal, but for records that a writer in C writes, one makes the store's write transactions, one merges what a flush stores, two read. The
 bucket's background workers are handed a Disk.
 """
 
@@ -140,12 +140,12 @@ class Disk:
             self.compress = compressor(identity.compression)
             self.quota = Quota(self.store)
             self.journal = Journal(folder / "journal", identity.version)
+            self._writer = None if WRITER is None else WRITER(folder / "journal")
         except BaseException:
             self.store.close()
             raise
         self._journal_thread = Worker("journal")
         self._journal_turn = asyncio.Lock()
-        self._writer = None if WRITER is None else WRITER(folder / "journal")
         self._store_thread = Worker("store")
         self._flush_thread = Worker("flush")
         self._readers = Worker("reader", _READERS)
@@ -172,7 +172,7 @@ class Disk:
             return await self._in(self._journal_thread.run, call)
 
     async def append(self, commit: Commit) -> int:
-        """Journal a commit, and return its bytes; see ``Journal.append``."""
+        """Journal a commit, and return its bytes; see ``Journal.append``. It is cancelled only where the bucket is dropped."""
         async with self._journal_turn:
             record = None if self._writer is None else self.journal.record_of(commit)
             if record is None:
@@ -245,6 +245,8 @@ class Disk:
         self._journal_thread.close()
         if self._writer is not None:
             self._writer.close()
+            # And give its descriptor back.
+            self._writer = None
         self._flush_thread.close()
         self._store_thread.close()
         self._readers.close()

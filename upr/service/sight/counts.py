@@ -41,7 +41,7 @@ class Traffic:
         writes: answered writes by outcome: ``applied``, ``duplicate`` or ``refused``.
         sent_frames, sent_rows, sent_bytes: what was handed to the transport for followers; bytes as credit counts them.
         ended: Follow calls by the reason of their end.
-        commits: time from handing a commit to the journal's thread until it is durable.
+        commits: time from handing a commit to the journal until it is durable.
         syncs: the part of it that writing and syncing the journal took.
         flushes: time to store a part of the tail.
     """
