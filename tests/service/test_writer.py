@@ -60,6 +60,20 @@ def disk(tmp_path: Path, writers: Any, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield host.disk
 
 
+@contextmanager
+def most_bytes(size: int) -> Iterator[None]:
+    """No file may become larger meanwhile."""
+    # Python has the signal ignored, pytest's other plugins may not.
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
 def written(writer: Any) -> tuple[int, float, int]:
     assert select.select([writer.fileno()], [], [], WAIT_SECONDS)[0]
     found: tuple[int, float, int] = writer.result()
@@ -114,23 +128,6 @@ def test_a_full_file_takes_a_part_and_the_rest_fails(writers: Any, fd: int, tmp_
         writer.write(fd, (b"a" * 8, b"b" * 8), 0)
         assert written(writer)[0] == errno.EFBIG
     assert os.pread(fd, 99, 0) == b"a" * 8 + b"b" * 2
-
-
-class most_bytes:
-    """No file may become larger meanwhile."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __enter__(self) -> None:
-        # Python has the signal ignored, pytest's other plugins may not.
-        self._signal = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        self._limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self._size, self._limit[1]))
-
-    def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self._limit)
-        signal.signal(signal.SIGXFSZ, self._signal)
 
 
 def test_one_record_at_a_time_and_the_last_is_written_before_the_end(

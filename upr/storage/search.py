@@ -135,18 +135,14 @@ class Lookup:
     def take(self, block: Encoded, rows: Sequence[int]) -> None:
         """Take keys out of rows, ascending, of a checked block that is newer than those that are searched later."""
         (data, spans), runs = block.opened(), block.runs
-        # Most blocks of the store have one run; one of the tail may have a thousand, and as many rows that are wanted.
-        if len(runs) == 1:
-            ((owner, _, start, *_),) = runs.tolist()
-            owners, starts, bounds = [owner], [start], [0]
-        else:
-            owners, starts = runs["partition"].tolist(), runs["start_seqno"].tolist()
-            bounds = row_bounds(runs).tolist()
         # Where each column begins; -1 for one that is empty.
         seqnos, ops, key_edges, keys, value_edges, values = (
             first if end > first else -1
             for first, end in (spans.get(field, ABSENT) for field in _COLUMNS)
         )
+        owners, starts = runs["partition"].tolist(), runs["start_seqno"].tolist()
+        # Most blocks of the store have one run; one of the tail may have a thousand, and as many rows that are wanted.
+        bounds = row_bounds(runs).tolist() if len(runs) > 1 else [0]
         for row in reversed(rows):
             first, end = _EDGES.unpack_from(data, key_edges + 4 * row)
             key = bytes(data[keys + first : keys + end])

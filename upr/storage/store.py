@@ -543,14 +543,8 @@ class Store:
 
     def blocks(self, partition: int, ends: Iterable[int]) -> list[bytes]:
         """Return a partition's blocks with these end seqnos, or raise DataDamagedError."""
-        found = []
-        with self._env.begin() as txn:
-            for end in ends:
-                data = txn.get(keyspace.block_key(partition, end), db=self._blocks)
-                if data is None:
-                    raise missing_block(partition, end)
-                found.append(data)
-        return found
+        with self.look() as cursor:
+            return [cursor.data(partition, end) for end in ends]
 
     def replace(self, replacements: Iterable[Replacement]) -> None:
         """Replace blocks by compacted ones and raise the purge seqnos, in one transaction.
