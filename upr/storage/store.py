@@ -8,6 +8,7 @@ takes only addresses, so that "disk full" comes before "map full"; ``map_room`` 
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -91,6 +92,9 @@ FORGET_ROWS = 1000
 """Rows of producers that one transaction removes; it takes a few milliseconds."""
 _SPARE_READERS = 64
 _ASIDE_BYTES = 8 * 2**20
+EXTEND_BYTES = 256 * 2**10
+"""Values that a transaction puts from which the file is extended for them."""
+_ZEROS_BYTES = 2 * 2**20
 _PROOF = b"clean_shutdown_proof"
 _IDENTITY = b"identity"
 _QUOTA = b"quota"
@@ -200,6 +204,7 @@ class Store:
             self._env.close()
             raise DataDamagedError(f"{folder}: the store is damaged: {error}") from error
         self._file = (folder / DATA_FILE).stat()
+        self._extended_to = 0
         self._whole: U64 | None = None
         # Whether a damaged one matters is for who follows with it.
         with suppress(DataDamagedError):
@@ -234,6 +239,30 @@ class Store:
                     txn.put(keyspace.HASHED, told, db=self._meta)
         finally:
             self._writes += 1
+
+    def _extend(self, values: Iterable[bytes]) -> None:
+        """Extend the file by zeros where the next transaction puts large values, if it finds no free pages for them.
+
+        LMDB writes adjacent pages by one call, and Linux takes folios as large as a call for what is new in the file. A
+        virtual machine may have to get such memory from its host: to copy there takes 15 times as long as to write zeros in
+        the 64 KiB pieces of sendfile, and then what is meant. For the store's thread: nobody else moves the end.
+        """
+        # The last page of a value is half full on average.
+        size = sum([len(value) + self._page // 2 for value in values])
+        used = int(self._env.info()["last_pgno"] + 1) * self._page
+        first, end = max(used, self._extended_to), min(used + size, self.map_size)
+        if size < EXTEND_BYTES or end <= first:
+            return
+        # The transaction may do without.
+        with suppress(OSError), (self._folder / DATA_FILE).open("r+b", buffering=0) as file:
+            if os.path.samestat(os.fstat(file.fileno()), self._file):
+                try:
+                    _write_zeros(file.fileno(), first, end)
+                    self._extended_to = end
+                except OSError:
+                    # Of a full disk nothing is held back that others need.
+                    file.truncate(first)
+                    raise
 
     def lost(self) -> str:
         """Return how the environment's file was lost, in words; empty if it was not."""
@@ -440,8 +469,9 @@ class Store:
             hashes: as in ``Replacement``.
             counts: of the stored numbers that are larger; by default none does.
         """
+        items = [(keyspace.block_key(p, end), block) for p, end, block in blocks]
+        self._extend([*(block for _, block in items), *hashes])
         with self._writing() as txn:
-            items = [(keyspace.block_key(p, end), block) for p, end, block in blocks]
             with txn.cursor(db=self._blocks) as cursor:
                 cursor.putmulti(items)
             with txn.cursor(db=self._hashes) as cursor:
@@ -546,13 +576,15 @@ class Store:
         with self.look() as cursor:
             return [cursor.data(partition, end) for end in ends]
 
-    def replace(self, replacements: Iterable[Replacement]) -> None:
+    def replace(self, replacements: Sequence[Replacement]) -> None:
         """Replace blocks by compacted ones and raise the purge seqnos, in one transaction.
 
         Raises:
             DataDamagedError: a compacted block is missing, or the row of a partition whose purge seqno rises is
                 damaged; nothing is changed.
         """
+        new = [block for one in replacements for _, block in one.new]
+        self._extend([*new, *(hashes for one in replacements for hashes in one.hashes)])
         with self._writing() as txn:
             for one in replacements:
                 for end in one.old:
@@ -809,3 +841,12 @@ class Store:
         time, _ = keyspace.unpack_producer_time_key(key)
         old = time + PRODUCER_GRAIN <= before
         return key if old or txn.stat(self._producer_times)["entries"] > keep else None
+
+
+def _write_zeros(fd: int, first: int, end: int) -> None:
+    """Write zeros to a part of a file, 64 KiB at a time."""
+    with open(os.memfd_create("zeros"), "r+b", buffering=0) as zeros:
+        zeros.truncate(_ZEROS_BYTES)
+        os.lseek(fd, first, os.SEEK_SET)
+        while first < end:
+            first += os.sendfile(fd, zeros.fileno(), 0, min(end - first, _ZEROS_BYTES))
