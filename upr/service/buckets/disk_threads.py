@@ -5,6 +5,7 @@ bucket's background workers are handed a Disk.
 """
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -41,11 +42,15 @@ class Worker:
     """Thread, or several, that run functions for event loops, in the order in which they are asked for.
 
     Each write waits for the journal's, and an executor's own work takes a tenth of a lone write's time.
+
+    Args:
+        nice: added to the threads' nice value, 0 to 19.
     """
 
-    def __init__(self, name: str, count: int = 1) -> None:
+    def __init__(self, name: str, count: int = 1, nice: int = 0) -> None:
         self._name = name
         self._count = count
+        self._nice = nice
         self._work: SimpleQueue[tuple[_Answer, Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[Thread] = []
         self._closed = False
@@ -72,6 +77,8 @@ class Worker:
             thread.join()
 
     def _run(self) -> None:
+        # Of this thread alone, as Linux has it.
+        os.nice(self._nice)
         while (work := self._work.get()) is not None:
             answer, call = work
             result: Any = None

@@ -82,10 +82,14 @@ class Flusher:
             self.wanted.clear()
             if not self._disk.stopping:
                 flushed = await self._flush_or_retry(wanted=wanted)
-                tail = self._bucket.tail
-                if flushed and tail.bytes >= self.begin_bytes and tail.first != tail.durable:
-                    # If nothing may be flushed yet, wait for the next request instead of spinning.
+                # If nothing may be flushed yet, wait for the next request instead of spinning.
+                if flushed and self._is_large:
                     self.wanted.set()
+
+    @property
+    def _is_large(self) -> bool:
+        tail = self._bucket.tail
+        return tail.bytes >= self.begin_bytes and tail.first != tail.durable
 
     def _age(self) -> float:
         """Return the age of the tail's oldest entry in seconds, at most the time since the last flush; 0 for none.
@@ -123,11 +127,14 @@ class Flusher:
         """Store the durable part of the tail, and drop it; False if there was none. See ``Bucket.begin_flush``."""
         plan = self._bucket.begin_flush(wanted=wanted)
         if plan is None:
+            await self._remove_dropped()
             return False
         plan.compress = self._disk.compress
         complete = False
         began = time.monotonic()
         self.busy = True
+        # What the flush before has left goes while the first slice is merged.
+        left = asyncio.create_task(self._remove_dropped())
         try:
             try:
                 await self._flush_slices(plan)
@@ -135,18 +142,24 @@ class Flusher:
             finally:
                 through = self._bucket.end_flush(complete)
                 self._dropped(self._bucket.tail.first)
+                await left
             try:
                 await self._disk.in_journal_thread(lambda: self._disk.journal.drop_through(through))
             finally:
-                await self._disk.in_store_thread(self._disk.journal.remove_dropped)
+                # The next flush does not wait for it.
+                if not self._is_large:
+                    await self._remove_dropped()
         finally:
             self.busy = False
             # Journal segments were removed: what waits for room may have it.
             self._disk.room.changed()
             self._disk.changed()
         self._disk.traffic.flushes.add(time.monotonic() - began)
-        await self._disk.in_store_thread(self._disk.quota.refresh)
+        self._disk.refresh_quota()
         return True
+
+    async def _remove_dropped(self) -> None:
+        await self._disk.in_store_thread(self._disk.journal.remove_dropped)
 
     async def _flush_slices(self, plan: FlushPlan) -> None:
         """Store slice by slice; while one is written the next one is merged."""
