@@ -21,6 +21,7 @@ from upr.service.buckets import disk_threads
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.disk_threads import Disk
+from upr.service.buckets.flusher import Flusher
 from upr.service.clock import Clock
 from upr.storage import journal as journal_module
 from upr.storage.directory import DataDirectory
@@ -288,6 +289,35 @@ async def test_segments_go_also_where_no_new_one_can_be_begun(
     # The newest stays, which is appended to.
     assert [path.exists() for path in sorted(segments)] == [False, False, True]
     monkeypatch.undo()
+    assert await host.close()
+    directory.close()
+
+
+@pytest.mark.asyncio
+async def test_a_flush_removes_what_the_one_before_left(
+    writers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_threads, "WRITER", writers)
+    directory = DataDirectory(tmp_path / "data")
+    host = started(Catalog(directory, ServerConfig(tmp_path / "data")).find("default"))
+
+    async def write(key: bytes) -> None:
+        written = await host.write(build_block([key], [b"v"]), b"", None, 0)
+        await host.journalled(written.entry)
+
+    monkeypatch.setattr(Flusher, "_is_large", True)
+    await write(b"a")
+    first = {one.path for one in host.disk.journal.inspect()}
+    assert await host.flusher.flush(wanted=True)
+    assert all(path.exists() for path in first), "the flush waited for its segments"
+    await write(b"b")
+    second = {one.path for one in host.disk.journal.inspect()} - first
+    assert await host.flusher.flush(wanted=True)
+    assert not any(path.exists() for path in first)
+    assert all(path.exists() for path in second)
+    # With nothing left to store it is the last one.
+    assert not await host.flusher.flush(wanted=True)
+    assert not any(path.exists() for path in second)
     assert await host.close()
     directory.close()
 
