@@ -323,6 +323,32 @@ async def test_a_flush_removes_what_the_one_before_left(
 
 
 @pytest.mark.asyncio
+async def test_a_flush_drops_its_segments_where_those_before_cannot_be_removed(
+    writers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_threads, "WRITER", writers)
+    directory = DataDirectory(tmp_path / "data")
+    host = started(Catalog(directory, ServerConfig(tmp_path / "data")).find("default"))
+
+    def fails() -> None:
+        raise OSError(errno.EIO, "no")
+
+    written = await host.write(build_block([b"a"], [b"v"]), b"", None, 0)
+    await host.journalled(written.entry)
+    segments = {one.path for one in host.disk.journal.inspect()}
+    with monkeypatch.context() as patch:
+        patch.setattr(Flusher, "_is_large", True)
+        patch.setattr(host.disk.journal, "remove_dropped", fails)
+        with pytest.raises(OSError, match="no"):
+            await host.flusher.flush(wanted=True)
+    assert all(path.exists() for path in segments)
+    assert not await host.flusher.flush(wanted=True)
+    assert not any(path.exists() for path in segments), "they were not dropped"
+    assert await host.close()
+    directory.close()
+
+
+@pytest.mark.asyncio
 async def test_the_journals_thread_waits_for_a_record_that_is_being_written(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,20 +250,17 @@ class Store:
         """
         # The last page of a value is half full on average.
         size = sum([len(value) + self._page // 2 for value in values])
-        used = int(self._env.info()["last_pgno"] + 1) * self._page
+        if size < EXTEND_BYTES:
+            return
+        used = self._end()
         first, end = max(used, self._extended_to), min(used + size, self.map_size)
-        if size < EXTEND_BYTES or end <= first:
+        if end <= first:
             return
         # The transaction may do without.
         with suppress(OSError), (self._folder / DATA_FILE).open("r+b", buffering=0) as file:
             if os.path.samestat(os.fstat(file.fileno()), self._file):
-                try:
-                    _write_zeros(file.fileno(), first, end)
-                    self._extended_to = end
-                except OSError:
-                    # Of a full disk nothing is held back that others need.
-                    file.truncate(first)
-                    raise
+                _write_zeros(file, first, end)
+                self._extended_to = end
 
     def lost(self) -> str:
         """Return how the environment's file was lost, in words; empty if it was not."""
@@ -616,6 +614,10 @@ class Store:
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages * stats[0]["psize"])
 
+    def _end(self) -> int:
+        """Return where the last page that LMDB has ever used ends, in the file and in the map."""
+        return int(self._env.info()["last_pgno"] + 1) * self._page
+
     def map_room(self) -> int:
         """Return a low estimate of the bytes that still fit into the map.
 
@@ -626,7 +628,7 @@ class Store:
         if writes != self._writes:
             # Before it is measured: a transaction may end meanwhile.
             writes = self._writes
-            end = int(self._env.info()["last_pgno"] + 1) * self._page
+            end = self._end()
             room = self.map_size - end
             if room <= end:
                 room += max(end - self.used_bytes(), 0) // 2
@@ -843,10 +845,15 @@ class Store:
         return key if old or txn.stat(self._producer_times)["entries"] > keep else None
 
 
-def _write_zeros(fd: int, first: int, end: int) -> None:
-    """Write zeros to a part of a file, 64 KiB at a time."""
+def _write_zeros(file: FileIO, first: int, end: int) -> None:
+    """Write zeros to the end of a file, 64 KiB at a time; of a full disk they take nothing."""
     with open(os.memfd_create("zeros"), "r+b", buffering=0) as zeros:
         zeros.truncate(_ZEROS_BYTES)
-        os.lseek(fd, first, os.SEEK_SET)
-        while first < end:
-            first += os.sendfile(fd, zeros.fileno(), 0, min(end - first, _ZEROS_BYTES))
+        at = file.seek(first)
+        try:
+            while at < end:
+                most = min(end - at, _ZEROS_BYTES)
+                at += os.sendfile(file.fileno(), zeros.fileno(), 0, most)
+        except OSError:
+            file.truncate(first)
+            raise

@@ -142,12 +142,13 @@ class Flusher:
             finally:
                 through = self._bucket.end_flush(complete)
                 self._dropped(self._bucket.tail.first)
-                await left
+                await asyncio.wait([left])
+                again = left.exception() is not None
             try:
                 await self._disk.in_journal_thread(lambda: self._disk.journal.drop_through(through))
             finally:
                 # The next flush does not wait for it.
-                if not self._is_large:
+                if again or not self._is_large:
                     await self._remove_dropped()
         finally:
             self.busy = False
