@@ -3,8 +3,10 @@
 import asyncio
 import errno
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,6 +18,10 @@ from tests.service.bucket_state import folders, folders_are, rows_of, serving
 from tests.service.keys import some_keys
 from upr import failpoints
 from upr.config import ServerConfig
+from upr.service.admin import AdminMethods, Process
+from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
+from upr.storage.directory import DataDirectory
 from upr_client import AsyncClient, Change, Only
 from upr_client.errors import (
     AlreadyExistsError,
@@ -29,6 +35,7 @@ from upr_protocol.block import build_block
 from upr_protocol.limits import BUCKETS_MAX
 from upr_protocol.wire.codec import block_to_message
 from upr_protocol.wire.grpc import error_from_call
+from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
 (KEY,) = some_keys(7, 1)
 
@@ -107,6 +114,66 @@ async def test_there_is_room_for_as_many_buckets_as_the_limit_says(
         assert infos["bucket 30"].mutations == 1
         assert infos["one more"].mutations == 0
         assert await rows_of(client, "bucket 30") == {b"k": b"30"}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ends_meanwhile", [False, True])
+async def test_a_bucket_that_is_opened_anew_meanwhile_is_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_meanwhile: bool
+) -> None:
+    directory = DataDirectory(tmp_path / "replica")
+    settings = ServerConfig(data=directory.path, replicate_from=("127.0.0.1:1",))
+    catalog = Catalog(directory, settings)
+    catalog.start(lambda: asyncio.sleep(0))
+    await catalog.create("changed", version=7, active=False)
+    slow = await catalog.create("slow", version=8, active=False)
+    used, opened = slow.disk.store.used_bytes, catalog._opened
+    asked, answer, opening, go_on = (threading.Event() for _ in range(4))
+
+    def held(called: threading.Event, event: threading.Event) -> None:
+        called.set()
+        assert event.wait(WAIT_SECONDS)
+
+    def slow_bytes() -> int:
+        held(asked, answer)
+        return used()
+
+    def slow_opened(*args: Any) -> BucketService:
+        held(opening, go_on)
+        return opened(*args)
+
+    monkeypatch.setattr(slow.disk.store, "used_bytes", slow_bytes)
+    monkeypatch.setattr(catalog, "_opened", slow_opened)
+    methods = AdminMethods(catalog, Process(1, lambda: 0, lambda: 0))
+
+    async def listed() -> list[tuple[str, str]]:
+        answer = await methods.ListBuckets(admin.ListBucketsRequest(), None)  # type: ignore[arg-type]
+        return [(info.name, info.problem.reason) for info in answer.buckets]
+
+    async def reopen() -> asyncio.Task[BucketService]:
+        task = asyncio.create_task(catalog.reopen("changed", {}))
+        assert await asyncio.to_thread(opening.wait, WAIT_SECONDS)
+        return task
+
+    try:
+        # Either it begins while the list is made, or it has begun before and ends.
+        reopening = await reopen() if ends_meanwhile else None
+        listing = asyncio.create_task(listed())
+        assert await asyncio.to_thread(asked.wait, WAIT_SECONDS)
+        if reopening is None:
+            reopening = await reopen()
+        else:
+            go_on.set()
+            await reopening
+        answer.set()
+        there = ("changed", "" if ends_meanwhile else "HISTORY_CHANGED")
+        assert await asyncio.wait_for(listing, WAIT_SECONDS) == [there, ("slow", "")]
+    finally:
+        answer.set()
+        go_on.set()
+    await reopening
+    assert await asyncio.wait_for(catalog.close(), WAIT_SECONDS)
+    directory.close()
 
 
 # Dropping

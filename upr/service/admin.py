@@ -54,23 +54,25 @@ def check_quota(quota_bytes: int) -> int:
     return quota_bytes
 
 
-async def _bucket_info(host: BucketService) -> admin.BucketInfo | None:
-    """Return a bucket's entry in the list; None if it is dropped meanwhile."""
-    bucket = host.bucket
-    problem = host.problem
-    used = 0
+async def _used_bytes(host: BucketService) -> int | UprError:
+    """Return the bytes that a bucket's store uses, or why they cannot be read."""
     try:
-        used = await host.disk.in_reader(host.disk.store.used_bytes)
-    except BucketGoneError:
-        return None
+        return await host.disk.in_reader(host.disk.store.used_bytes)
+    except BucketGoneError as error:
+        return error
     except lmdb.Error as error:
-        problem = problem or StorageFailedError(f"the store cannot be read: {words_of(error)}")
+        return StorageFailedError(f"the store cannot be read: {words_of(error)}")
+
+
+def _bucket_info(host: BucketService, used: int | UprError) -> admin.BucketInfo:
+    bucket = host.bucket
+    problem = host.problem or (used if isinstance(used, UprError) else None)
     return admin.BucketInfo(
         name=bucket.identity.name,
         version=bucket.identity.version,
         compression=bucket.identity.compression,
         mutations=int(bucket.partitions.high.sum()),
-        used_bytes=used,
+        used_bytes=0 if isinstance(used, UprError) else used,
         quota_bytes=host.disk.quota.limit,
         problem=problem_of(problem) if problem is not None else None,
     )
@@ -306,9 +308,15 @@ class AdminMethods:
         """Return the buckets that the caller may see by name, those that could not be opened too."""
         # One for the whole answer: a replica would drop what roles that became wider meanwhile do not list yet.
         caller, roles = PERMIT.get().identity, RULES[_LIST].roles
-        hosts = [h for h in self._catalog.hosts if caller.may(roles, h.bucket.identity.name)]
-        found = await asyncio.gather(*map(_bucket_info, hosts))
-        infos = [info for info in found if info is not None]
+
+        def seen() -> list[BucketService]:
+            return [h for h in self._catalog.hosts if caller.may(roles, h.bucket.identity.name)]
+
+        used: dict[BucketService, int | UprError] = {}
+        # The list is made in one step: a bucket that is opened anew in between would be in it twice, or not at all.
+        while asked := [host for host in seen() if host not in used]:
+            used |= zip(asked, await asyncio.gather(*map(_used_bytes, asked)), strict=True)
+        infos = [_bucket_info(host, used[host]) for host in seen()]
         infos += [
             admin.BucketInfo(name=one.name, version=one.version, problem=problem_of(one.problem))
             for one in self._catalog.damaged
@@ -328,12 +336,12 @@ class AdminMethods:
         host = await self._catalog.ordered.create(
             request.name, request.compression, quota=request.quota_bytes
         )
-        info = await _bucket_info(host)
-        if info is None:
+        used = await _used_bytes(host)
+        if isinstance(used, BucketGoneError):
             raise BucketGoneError(
                 f"bucket {shown(request.name)} was dropped right after its creation"
             )
-        return admin.CreateBucketResponse(bucket=info)
+        return admin.CreateBucketResponse(bucket=_bucket_info(host, used))
 
     async def SetBucketQuota(
         self, request: admin.SetBucketQuotaRequest, context: Context
@@ -341,7 +349,7 @@ class AdminMethods:
         self._catalog.check_active()
         host = self._catalog.find(request.bucket)
         await host.set_quota(check_quota(request.quota_bytes))
-        return admin.SetBucketQuotaResponse(bucket=await _bucket_info(host))
+        return admin.SetBucketQuotaResponse(bucket=_bucket_info(host, await _used_bytes(host)))
 
     async def DropBucket(
         self, request: admin.DropBucketRequest, context: Context
