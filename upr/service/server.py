@@ -261,6 +261,7 @@ class Server:
     def _import_all() -> None:
         """Import modules that libraries import on first use, when there may be no descriptor left."""
         importlib.import_module("numpy.ma")  # np.unique
+        importlib.import_module("concurrent.futures.thread")  # asyncio.to_thread
         zstd_available()
         traces.prepare()
 

@@ -828,7 +828,6 @@ class BucketService:
 
     def close_files(self) -> None:
         """Wait for the threads and close journal and store; rows only in memory are lost."""
-        self.compactor.close()
         self.disk.close()
         self.disk.room.remove(self.bucket.tail)
 

@@ -37,7 +37,7 @@ from upr.engine.compaction import (
     purge_limits,
     small_ones,
 )
-from upr.service.buckets.disk_threads import Disk, Worker
+from upr.service.buckets.disk_threads import Disk
 from upr.service.buckets.keepers import finish_even_if_cancelled, pause
 from upr.service.buckets.room import merge_room
 from upr.service.storage_trouble import Failing, words_of
@@ -78,8 +78,6 @@ HASTE_BLOCKS = 24
 """With so many blocks in a range it is not rested at all: flushes make them faster than they are merged."""
 FIRST_LOOK_SECONDS = 5.0
 """After the start, all partitions are looked at; those that are flushed before are looked at at once."""
-NICE = 10
-"""Of the thread that compares and rebuilds: where two cores have more to do, writers and flushes go first."""
 _RETRY_SECONDS = 1.0
 _T = TypeVar("_T")
 
@@ -122,7 +120,6 @@ class Compactor:
         self._costs: dict[int, list[int]] = {}
         """What the stretches of partitions cost in which nothing was to be compacted when they were looked at."""
         self._stored_at_start = bucket.partitions.stored.copy()
-        self._thread = Worker("merge", nice=NICE)
         self.turn = asyncio.Lock()
         self._work: set[asyncio.Task[Any]] = set()
         self._leisure = 1.0
@@ -193,10 +190,6 @@ class Compactor:
         """Wait for what has begun, after ``stop``."""
         await asyncio.gather(*self._work, return_exceptions=True)
 
-    def close(self) -> None:
-        """Give the thread back, once ``run`` and ``finish`` have returned."""
-        self._thread.close()
-
     async def rest(self, seconds: float) -> bool:
         """Wait for a time, or until ``stop``; False then."""
         await pause(self._stopped, seconds)
@@ -209,10 +202,8 @@ class Compactor:
     async def in_thread(self, call: Callable[[], _T]) -> _T:
         """Run something in the thread that compares and rebuilds."""
         started = time.monotonic()
-        if self._disk.gone is not None:
-            raise self._disk.gone
         try:
-            return await self._thread.run(call)
+            return await self._disk.in_merge_thread(call)
         finally:
             self._disk.counters.merge_seconds += time.monotonic() - started
 

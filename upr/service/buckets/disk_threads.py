@@ -1,7 +1,8 @@
 """The disk of one open bucket: the threads that own its journal and store, and their trouble.
 
-One thread owns the journal, but for records that a writer in C writes, one makes the store's write transactions, one merges what a flush stores, two read. The
-bucket's background workers are handed a Disk.
+One thread owns the journal, but for records that a writer in C writes, one makes the store's write transactions, one
+merges what a flush stores, one compares and rebuilds what is compacted, two read. The bucket's background workers are
+handed a Disk.
 """
 
 import asyncio
@@ -32,6 +33,8 @@ except ImportError:
 
 WRITER = None if COMPILED is None else Writer
 """Thread that writes records without the interpreter lock; where it is not compiled, the journal's own thread writes them."""
+MERGE_NICE = 10
+"""Of the thread that compares and rebuilds for compaction: where two cores have more to do, writers and flushes go first."""
 _READERS = 2
 _C = TypeVar("_C")
 _T = TypeVar("_T")
@@ -155,6 +158,7 @@ class Disk:
         self._journal_turn = asyncio.Lock()
         self._store_thread = Worker("store")
         self._flush_thread = Worker("flush")
+        self._merge_thread = Worker("merge", nice=MERGE_NICE)
         self._readers = Worker("reader", _READERS)
 
     # Threads
@@ -169,6 +173,9 @@ class Disk:
 
     async def in_flush_thread(self, call: Callable[[], _T]) -> _T:
         return await self._in(self._flush_thread.run, call)
+
+    async def in_merge_thread(self, call: Callable[[], _T]) -> _T:
+        return await self._in(self._merge_thread.run, call)
 
     def in_reader(self, call: Callable[[], _T]) -> Coroutine[Any, Any, _T]:
         """Run a function of a few short transactions in a reader thread."""
@@ -249,6 +256,7 @@ class Disk:
 
     def close(self) -> None:
         """Wait for the threads, and close journal and store."""
+        self._merge_thread.close()
         self._journal_thread.close()
         if self._writer is not None:
             self._writer.close()
