@@ -1,17 +1,23 @@
 """Room on the disk and in the tail: checked before a mutation is numbered."""
 
+import asyncio
+import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.harness import WAIT_SECONDS, pass_turns, until
 from tests.raw import RawClient, seqnos_of, start_at
-from tests.service.bucket_state import serving
+from tests.service.bucket_state import serving, started
 from upr.config import ServerConfig
 from upr.engine.tail import Tail
 from upr.service.buckets import room as room_module
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.room import WaitingRoom
+from upr_protocol.block import build_block
 from upr_protocol.errors import TooManyError
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
@@ -87,6 +93,52 @@ async def test_the_tail_stays_bounded_under_writes(tmp_path: Path) -> None:
         assert sum(block.rows for block in blocks) == 6000
         await follow.close()
         assert bucket_host.bucket.tail.first > 0, "nothing was flushed"
+
+
+@pytest.mark.asyncio
+async def test_bulk_writes_fill_the_tail_as_slices_are_stored_and_small_ones_do_not_wait(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mib = 2**20
+    host = started(BucketService(folder, ServerConfig(folder, tail_bytes=8 * mib)))
+    put, slices, go_on = host.disk.store.put_flush, list[int](), threading.Semaphore(0)
+
+    def held(*args: Any) -> None:
+        slices.append(len(slices))
+        assert go_on.acquire(timeout=WAIT_SECONDS)
+        put(*args)
+
+    monkeypatch.setattr(host.disk.store, "put_flush", held)
+    # Keys of all slices.
+    large = build_block([b"key %d" % i for i in range(100)], [b"v" * 4096] * 100)
+    small, tail = build_block([b"key"], [b"v"]), host.bucket.tail
+
+    async def all_numbered_but_those_that_wait() -> int:
+        before = -1
+        while before != (before := sum(task.done() for task in tasks)):
+            await pass_turns()
+        return before
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        # Three fifths of the limit, at which a flush begins.
+        while tail.bytes < 4.8 * mib:
+            await host.write(large, b"", None, 0)
+        await until(lambda: slices)
+        began = tail.bytes
+        tasks = [asyncio.create_task(host.write(large, b"", None, 0)) for _ in range(16)]
+        numbered = await all_numbered_but_those_that_wait()
+        # Two slices are worth a quarter of what was left.
+        assert began < tail.bytes < began + (8 * mib - began) / 4 + large.column_bytes + mib // 10
+        await host.write(small, b"", None, 0)
+        assert await all_numbered_but_those_that_wait() == numbered
+        go_on.release(2)
+        await until(lambda: len(slices) == 3)
+        more = await all_numbered_but_those_that_wait()
+        assert numbered < more < 16
+        assert host.flusher.busy
+        go_on.release(1000)
+        await asyncio.gather(*tasks)
+        assert await host.close()
 
 
 def test_the_reserve_is_what_storing_the_tails_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.failover import FailoverLog
-from upr_protocol.limits import FAILOVER_ID_MAX, VALUE_BYTES_MAX
+from upr_protocol.limits import FAILOVER_ID_MAX, SMALL_WRITE_BYTES, VALUE_BYTES_MAX
 from upr_protocol.wire.codec import decode_block
 
 log = logging.getLogger(__name__)
@@ -491,7 +491,9 @@ class BucketService:
             raise not_active(self.bucket.partitions.owner)
 
     def _is_short_of(self, needed: int) -> bool:
-        return self.bucket.tail.bytes >= self._config.tail_bytes or needed > self.disk.room.left()
+        small = needed <= SMALL_WRITE_BYTES
+        limit = self._config.tail_bytes if small else self.flusher.large_limit
+        return self.bucket.tail.bytes >= limit or needed > self.disk.room.left()
 
     async def _until_room(self, needed: int) -> None:
         """Wait until a write has room, or raise if it never will."""

@@ -57,11 +57,22 @@ class Flusher:
         self.map_full = False
         self._gave_up = False
         self._flushed = 0
+        self._kept = 0
+        """Bytes of the tail's limit that are not for large writes yet."""
 
     @property
     def tail_limit(self) -> int:
         """Most bytes of the tail: the configured limit, or less on a small disk."""
         return min(self._tail_bytes, self._bucket.tail.bytes + max(self._disk.room.left(), 0))
+
+    @property
+    def large_limit(self) -> int:
+        """Size of the tail in bytes at which writes above SMALL_WRITE_BYTES wait; the others wait at the whole limit.
+
+        What is left of the limit when a flush begins is handed out as slices are stored. So a bulk load waits often and
+        briefly, and a small write beside it hardly ever.
+        """
+        return self._tail_bytes - self._kept
 
     @property
     def begin_bytes(self) -> float:
@@ -166,14 +177,19 @@ class Flusher:
         """Store slice by slice; while one is written the next one is merged."""
         parts = await self._disk.in_flush_thread(plan.prepare)
         ahead: asyncio.Task[_Slice] | None = None
+        left = max(self._tail_bytes - self._bucket.tail.bytes, 0)
         try:
-            for part, following in zip_longest(parts, parts[1:]):
+            for number, (part, following) in enumerate(zip_longest(parts, parts[1:]), 1):
+                # With one slice ahead of what is stored a bulk load would wait for each, and a processor for it.
+                self._kept = left - left * min(number + 1, len(parts)) // len(parts)
+                self._disk.changed()
                 merged, producers = await (ahead or self._merge(plan, part))
                 ahead = None
                 if following is not None:
                     ahead = asyncio.create_task(self._merge(plan, following))
                 await self._store_slice(merged, producers)
         finally:
+            self._kept = 0
             if ahead is not None and not ahead.cancel() and not ahead.cancelled():
                 # It failed as well; asyncio would tell of an error that nobody asked for.
                 ahead.exception()
