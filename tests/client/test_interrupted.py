@@ -497,7 +497,7 @@ def test_a_flag_wakes_all_that_wait_and_only_once_it_is_set() -> None:
 def test_no_thread_of_a_call_is_left_when_it_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that the end of the process stops inside gRPC may hold a lock that gRPC waits for in the end."""
     takers: list[threading.Thread] = []
-    ends = threading.Event()
+    ends, waited = threading.Event(), threading.Event()
 
     class Slow(RequestQueue[Any]):
         def __next__(self) -> Any:
@@ -505,15 +505,22 @@ def test_no_thread_of_a_call_is_left_when_it_was_closed(monkeypatch: pytest.Monk
             try:
                 return super().__next__()
             except StopIteration:
+                waited.set()
                 ends.wait(0.2)
                 raise
 
     monkeypatch.setattr("upr_client._sync.call.RequestQueue", Slow)
-    with serve([FOLLOW]) as server, Client(server.target) as client:
-        with client.bucket().changes(only=Only([1])) as changes:
-            assert next(changes).seqno == 1
-    assert takers
-    assert not any(taker.is_alive() for taker in takers)
+    with serve([FOLLOW] * 30) as server, Client(server.target) as client:
+        # One that still sends something when the call is closed does not come here.
+        for _ in range(30):
+            with client.bucket().changes(only=Only([1])) as changes:
+                assert next(changes).seqno == 1
+            # At once: to close the client and the server takes time too.
+            assert takers
+            assert not any(taker.is_alive() for taker in takers)
+            if waited.is_set():
+                break
+        assert waited.is_set()
 
 
 @pytest.mark.parametrize("waits", [True, False])
