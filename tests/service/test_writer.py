@@ -6,8 +6,8 @@ import os
 import resource
 import select
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,23 @@ def new_bucket(folder: Path) -> Iterator[BucketService]:
     directory.close()
 
 
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[BucketService]:
+    """A bucket that is started, and stopped cleanly."""
+    directory = DataDirectory(folder)
+    host = started(Catalog(directory, ServerConfig(folder)).find("default"))
+    yield host
+    assert await host.close()
+    directory.close()
+
+
 @pytest.fixture
-def disk(tmp_path: Path, writers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+def compiled(writers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_threads, "WRITER", writers)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, compiled: None) -> Iterator[Disk]:
     with new_bucket(tmp_path / "data") as host:
         yield host.disk
 
@@ -267,85 +281,76 @@ def test_a_bucket_whose_writer_cannot_be_made_can_be_opened_afterwards(
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("compiled")
 async def test_segments_go_also_where_no_new_one_can_be_begun(
-    writers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_threads, "WRITER", writers)
     monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 100)
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    directory = DataDirectory(tmp_path / "data")
-    host = started(Catalog(directory, ServerConfig(tmp_path / "data")).find("default"))
-    for key in (b"a", b"b", b"c"):
-        written = await host.write(build_block([key], [b"v"]), b"", None, 0)
-        await host.journalled(written.entry)
-    segments = {one.path for one in host.disk.journal.inspect()}
-    assert len(segments) == 3
-    monkeypatch.setattr(host.disk.journal, "_begin_segment", full)
-    with pytest.raises(OSError, match="full"):
-        await host.flusher.flush(wanted=True)
-    # The newest stays, which is appended to.
-    assert [path.exists() for path in sorted(segments)] == [False, False, True]
-    monkeypatch.undo()
-    assert await host.close()
-    directory.close()
-
-
-@pytest.mark.asyncio
-async def test_a_flush_removes_what_the_one_before_left(
-    writers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk_threads, "WRITER", writers)
-    directory = DataDirectory(tmp_path / "data")
-    host = started(Catalog(directory, ServerConfig(tmp_path / "data")).find("default"))
-
-    async def write(key: bytes) -> None:
-        written = await host.write(build_block([key], [b"v"]), b"", None, 0)
-        await host.journalled(written.entry)
-
-    monkeypatch.setattr(Flusher, "_is_large", True)
-    await write(b"a")
-    first = {one.path for one in host.disk.journal.inspect()}
-    assert await host.flusher.flush(wanted=True)
-    assert all(path.exists() for path in first), "the flush waited for its segments"
-    await write(b"b")
-    second = {one.path for one in host.disk.journal.inspect()} - first
-    assert await host.flusher.flush(wanted=True)
-    assert not any(path.exists() for path in first)
-    assert all(path.exists() for path in second)
-    # With nothing left to store it is the last one.
-    assert not await host.flusher.flush(wanted=True)
-    assert not any(path.exists() for path in second)
-    assert await host.close()
-    directory.close()
-
-
-@pytest.mark.asyncio
-async def test_a_flush_drops_its_segments_where_those_before_cannot_be_removed(
-    writers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk_threads, "WRITER", writers)
-    directory = DataDirectory(tmp_path / "data")
-    host = started(Catalog(directory, ServerConfig(tmp_path / "data")).find("default"))
-
-    def fails() -> None:
-        raise OSError(errno.EIO, "no")
-
-    written = await host.write(build_block([b"a"], [b"v"]), b"", None, 0)
-    await host.journalled(written.entry)
-    segments = {one.path for one in host.disk.journal.inspect()}
-    with monkeypatch.context() as patch:
-        patch.setattr(Flusher, "_is_large", True)
-        patch.setattr(host.disk.journal, "remove_dropped", fails)
-        with pytest.raises(OSError, match="no"):
+    async with running(tmp_path / "data") as host:
+        for key in (b"a", b"b", b"c"):
+            written = await host.write(build_block([key], [b"v"]), b"", None, 0)
+            await host.journalled(written.entry)
+        segments = {one.path for one in host.disk.journal.inspect()}
+        assert len(segments) == 3
+        monkeypatch.setattr(host.disk.journal, "_begin_segment", full)
+        with pytest.raises(OSError, match="full"):
             await host.flusher.flush(wanted=True)
-    assert all(path.exists() for path in segments)
-    assert not await host.flusher.flush(wanted=True)
-    assert not any(path.exists() for path in segments), "they were not dropped"
-    assert await host.close()
-    directory.close()
+        # The newest stays, which is appended to.
+        assert [path.exists() for path in sorted(segments)] == [False, False, True]
+        monkeypatch.undo()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("compiled")
+async def test_a_flush_removes_what_the_one_before_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "data") as host:
+
+        async def write(key: bytes) -> None:
+            written = await host.write(build_block([key], [b"v"]), b"", None, 0)
+            await host.journalled(written.entry)
+
+        monkeypatch.setattr(Flusher, "_is_large", True)
+        await write(b"a")
+        first = {one.path for one in host.disk.journal.inspect()}
+        assert await host.flusher.flush(wanted=True)
+        assert all(path.exists() for path in first), "the flush waited for its segments"
+        await write(b"b")
+        second = {one.path for one in host.disk.journal.inspect()} - first
+        assert await host.flusher.flush(wanted=True)
+        assert not any(path.exists() for path in first)
+        assert all(path.exists() for path in second)
+        # With nothing left to store it is the last one.
+        assert not await host.flusher.flush(wanted=True)
+        assert not any(path.exists() for path in second)
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("compiled")
+async def test_a_flush_drops_its_segments_where_those_before_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "data") as host:
+
+        def fails() -> None:
+            raise OSError(errno.EIO, "no")
+
+        written = await host.write(build_block([b"a"], [b"v"]), b"", None, 0)
+        await host.journalled(written.entry)
+        segments = {one.path for one in host.disk.journal.inspect()}
+        with monkeypatch.context() as patch:
+            patch.setattr(Flusher, "_is_large", True)
+            patch.setattr(host.disk.journal, "remove_dropped", fails)
+            with pytest.raises(OSError, match="no"):
+                await host.flusher.flush(wanted=True)
+        assert all(path.exists() for path in segments)
+        assert not await host.flusher.flush(wanted=True)
+        assert not any(path.exists() for path in segments), "they were not dropped"
 
 
 @pytest.mark.asyncio

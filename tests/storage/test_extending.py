@@ -106,3 +106,14 @@ def test_a_file_in_its_place_is_left_alone(tmp_path: Path, pieces: list[_Piece])
     assert file.read_bytes() == b"another"
     assert not pieces
     store.close()
+
+
+def test_a_python_without_memfd_create_stores_all_the_same(
+    tmp_path: Path, pieces: list[_Piece], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    store = Store(tmp_path / "store")
+    store.put_flush(_large(0, 16), {}, {})
+    assert store.blocks(3, [ROWS]) == [run_of(3, 0, ROWS, ROWS)]
+    assert not pieces
+    store.close()

@@ -250,17 +250,15 @@ class Store:
         """
         # The last page of a value is half full on average.
         size = sum([len(value) + self._page // 2 for value in values])
-        if size < EXTEND_BYTES:
+        # A Python that was built for an old C library has no memfd_create.
+        if size < EXTEND_BYTES or not hasattr(os, "memfd_create"):
             return
         used = self._end()
         first, end = max(used, self._extended_to), min(used + size, self.map_size)
         if end <= first:
             return
-        # The transaction may do without; Python has no memfd_create where it was built for an old C library.
-        with (
-            suppress(OSError, AttributeError),
-            (self._folder / DATA_FILE).open("r+b", buffering=0) as file,
-        ):
+        # The transaction may do without.
+        with suppress(OSError), (self._folder / DATA_FILE).open("r+b", buffering=0) as file:
             if os.path.samestat(os.fstat(file.fileno()), self._file):
                 _write_zeros(file, first, end)
                 self._extended_to = end
