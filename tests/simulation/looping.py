@@ -247,7 +247,7 @@ def done(answer: "asyncio.Future[T]", work: Callable[[], T]) -> Callable[[], Non
 class SimulatedWorker:
     """Threads that run functions in the order in which they are asked for: stands in for ``Worker`` of the disk."""
 
-    def __init__(self, name: str, count: int = 1, nice: int = 0) -> None:
+    def __init__(self, name: str, count: int = 1) -> None:
         self._name = name
         self._work: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
         self._idle = count

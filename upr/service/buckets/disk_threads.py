@@ -6,7 +6,6 @@ handed a Disk.
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -33,8 +32,6 @@ except ImportError:
 
 WRITER = None if COMPILED is None else Writer
 """Thread that writes records without the interpreter lock; where it is not compiled, the journal's own thread writes them."""
-MERGE_NICE = 10
-"""Of the thread that compares and rebuilds for compaction: where two cores have more to do, writers and flushes go first."""
 _READERS = 2
 _C = TypeVar("_C")
 _T = TypeVar("_T")
@@ -45,15 +42,11 @@ class Worker:
     """Thread, or several, that run functions for event loops, in the order in which they are asked for.
 
     Each write waits for the journal's, and an executor's own work takes a tenth of a lone write's time.
-
-    Args:
-        nice: added to the threads' nice value, 0 to 19.
     """
 
-    def __init__(self, name: str, count: int = 1, nice: int = 0) -> None:
+    def __init__(self, name: str, count: int = 1) -> None:
         self._name = name
         self._count = count
-        self._nice = nice
         self._work: SimpleQueue[tuple[_Answer, Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[Thread] = []
         self._closed = False
@@ -80,8 +73,6 @@ class Worker:
             thread.join()
 
     def _run(self) -> None:
-        # Of this thread alone, as Linux has it.
-        os.nice(self._nice)
         while (work := self._work.get()) is not None:
             answer, call = work
             result: Any = None
@@ -158,7 +149,7 @@ class Disk:
         self._journal_turn = asyncio.Lock()
         self._store_thread = Worker("store")
         self._flush_thread = Worker("flush")
-        self._merge_thread = Worker("merge", nice=MERGE_NICE)
+        self._merge_thread = Worker("merge")
         self._readers = Worker("reader", _READERS)
 
     # Threads
