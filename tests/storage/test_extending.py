@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -104,6 +105,33 @@ def test_a_file_in_its_place_is_left_alone(tmp_path: Path, pieces: list[_Piece])
     file.write_bytes(b"another")
     store.put_flush(_large(0, 16), {}, {})
     assert file.read_bytes() == b"another"
+    assert not pieces
+    store.close()
+
+
+def test_a_nearly_full_disk_is_left_what_it_has(
+    tmp_path: Path, pieces: list[_Piece], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store")
+    blocks = _large(0, 16)
+    needed = sum(len(block) for _, _, block in blocks)
+
+    def free(bytes_: int) -> Callable[[int], os.statvfs_result]:
+        return lambda _: os.statvfs_result((1, 1, 0, 0, bytes_, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "fstatvfs", free(2 * needed))
+    store._extend(block for _, _, block in blocks)
+    assert not pieces
+    # What the last pages are expected to leave is counted as well.
+    monkeypatch.setattr(os, "fstatvfs", free(3 * needed))
+    store._extend(block for _, _, block in blocks)
+    assert pieces
+    store.close()
+
+
+def test_many_small_values_extend_nothing(tmp_path: Path, pieces: list[_Piece]) -> None:
+    store = Store(tmp_path / "store")
+    store._extend([b"v" * 300] * 1000)
     assert not pieces
     store.close()
 

@@ -94,7 +94,7 @@ FORGET_ROWS = 1000
 _SPARE_READERS = 64
 _ASIDE_BYTES = 8 * 2**20
 EXTEND_BYTES = 256 * 2**10
-"""Values that a transaction puts from which the file is extended for them."""
+"""Bytes of values in one transaction from which on the file is extended first."""
 _ZEROS_BYTES = 2 * 2**20
 _PROOF = b"clean_shutdown_proof"
 _IDENTITY = b"identity"
@@ -246,10 +246,11 @@ class Store:
 
         LMDB writes adjacent pages by one call, and Linux takes folios as large as a call for what is new in the file. A
         virtual machine may have to get such memory from its host: to copy there takes 15 times as long as to write zeros in
-        the 64 KiB pieces of sendfile, and then what is meant. For the store's thread: nobody else moves the end.
+        the 64 KiB pieces of sendfile, and then the data over them. For the store's thread: nobody else moves the end.
         """
-        # The last page of a value is half full on average.
-        size = sum([len(value) + self._page // 2 for value in values])
+        # Large values have pages of their own, of which the last one is half full on average; others share pages.
+        half = self._page // 2
+        size = sum([len(value) + half for value in values if len(value) > half])
         # A Python that was built for an old C library has no memfd_create.
         if size < EXTEND_BYTES or not hasattr(os, "memfd_create"):
             return
@@ -259,6 +260,10 @@ class Store:
             return
         # The transaction may do without.
         with suppress(OSError), (self._folder / DATA_FILE).open("r+b", buffering=0) as file:
+            disk = os.fstatvfs(file.fileno())
+            # On a nearly full disk others need what the zeros would take until they are given up.
+            if disk.f_bavail * disk.f_frsize < 2 * (end - first):
+                return
             if os.path.samestat(os.fstat(file.fileno()), self._file):
                 _write_zeros(file, first, end)
                 self._extended_to = end
