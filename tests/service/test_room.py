@@ -1,7 +1,9 @@
 """Room on the disk and in the tail: checked before a mutation is numbered."""
 
 import asyncio
+import errno
 import threading
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ from upr.service.buckets import room as room_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.room import WaitingRoom
 from upr_protocol.block import build_block
-from upr_protocol.errors import TooManyError
+from upr_protocol.errors import StorageFailedError, TooManyError
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
 
@@ -124,7 +126,7 @@ async def test_bulk_writes_fill_the_tail_as_slices_are_stored_and_small_ones_do_
         while tail.bytes < 4.8 * mib:
             await host.write(large, b"", None, 0)
         await until(lambda: slices)
-        began = tail.bytes
+        began, at = tail.bytes, time.monotonic()
         tasks = [asyncio.create_task(host.write(large, b"", None, 0)) for _ in range(16)]
         numbered = await all_numbered_but_those_that_wait()
         # Two slices are worth a quarter of what was left.
@@ -138,6 +140,42 @@ async def test_bulk_writes_fill_the_tail_as_slices_are_stored_and_small_ones_do_
         assert host.flusher.busy
         go_on.release(1000)
         await asyncio.gather(*tasks)
+        # What several writes wait at once counts once.
+        assert 0 < host.disk.traffic.waiting.seconds < time.monotonic() - at
+        assert await host.close()
+
+
+@pytest.mark.asyncio
+async def test_bulk_writes_are_taken_up_to_the_whole_limit_while_flushes_fail(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mib = 2**20
+    host = started(BucketService(folder, ServerConfig(folder, tail_bytes=8 * mib)))
+    tried, go_on, tail = list[int](), threading.Semaphore(0), host.bucket.tail
+
+    def fails(*_: Any) -> None:
+        tried.append(len(tried))
+        assert go_on.acquire(timeout=WAIT_SECONDS)
+        raise OSError(errno.EIO, "no")
+
+    large = build_block([b"key %d" % i for i in range(100)], [b"v" * 4096] * 100)
+
+    async def fill(size: float) -> None:
+        while tail.bytes < size:
+            await host.write(large, b"", None, 0)
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        with monkeypatch.context() as patch:
+            patch.setattr(host.disk.store, "put_flush", fails)
+            await fill(4.8 * mib)
+            await until(lambda: tried)
+            go_on.release()
+            # It is tried again, and known to fail.
+            await until(lambda: len(tried) == 2)
+            with pytest.raises(StorageFailedError, match="the tail cannot be stored"):
+                await fill(2 * 8 * mib)
+            assert tail.bytes >= 8 * mib
+            go_on.release(1000)
         assert await host.close()
 
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import errno
+import gc
 import os
 import resource
 import select
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.compiled import load
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, pass_turns, until
 from tests.service.bucket_state import started
 from upr.config import ServerConfig
 from upr.service.buckets import disk_threads
@@ -28,7 +30,7 @@ from upr.storage.directory import DataDirectory
 from upr.storage.journal import PIECES_MAX, ROOM_RECORD_BYTES, Commit, JournalEntry
 from upr.storage.store import Store
 from upr_protocol.block import build_block
-from upr_protocol.errors import StorageFailedError
+from upr_protocol.errors import BucketGoneError, StorageFailedError
 
 
 @pytest.fixture(scope="module")
@@ -332,10 +334,11 @@ async def test_a_flush_removes_what_the_one_before_left(
 
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("compiled")
-async def test_a_flush_drops_its_segments_where_those_before_cannot_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pass_over", [True, False])
+async def test_segments_that_cannot_be_removed_are_tried_again_and_fail_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pass_over: bool
 ) -> None:
-    async with running(tmp_path / "data") as host:
+    async with running(tmp_path / "data") as host, asyncio.timeout(WAIT_SECONDS):
 
         def fails() -> None:
             raise OSError(errno.EIO, "no")
@@ -343,14 +346,46 @@ async def test_a_flush_drops_its_segments_where_those_before_cannot_be_removed(
         written = await host.write(build_block([b"a"], [b"v"]), b"", None, 0)
         await host.journalled(written.entry)
         segments = {one.path for one in host.disk.journal.inspect()}
-        with monkeypatch.context() as patch:
-            patch.setattr(Flusher, "_is_large", True)
-            patch.setattr(host.disk.journal, "remove_dropped", fails)
-            with pytest.raises(OSError, match="no"):
-                await host.flusher.flush(wanted=True)
-        assert all(path.exists() for path in segments)
-        assert not await host.flusher.flush(wanted=True)
-        assert not any(path.exists() for path in segments), "they were not dropped"
+        monkeypatch.setattr(host.disk.journal, "remove_dropped", fails)
+        host.flusher.wanted.set()
+        await until(lambda: host.problem is not None)
+        assert "journal segments cannot be removed" in str(host.problem)
+        # All is stored, and no flush is under way: it would be tried again for ever.
+        await until(lambda: not host.flusher.busy)
+        assert not host.bucket.tail.bytes
+        assert host.disk.troubles.begun.total() == 1
+        if pass_over:
+            monkeypatch.undo()
+            await until(lambda: host.problem is None)
+            assert not any(path.exists() for path in segments)
+    # In either case it is stopped cleanly.
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_that_is_dropped_while_segments_are_removed_leaves_no_error_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, go_on = list[Any](), threading.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
+    with new_bucket(tmp_path / "data") as host:
+        started(host)
+        written = await host.write(build_block([b"a"], [b"v"]), b"", None, 0)
+        await host.journalled(written.entry)
+        held: list[bool] = []
+        monkeypatch.setattr(
+            host.disk.journal, "remove_dropped", lambda: held.append(go_on.wait(WAIT_SECONDS))
+        )
+        monkeypatch.setattr(host.flusher, "_flush_slices", lambda plan: asyncio.sleep(0))
+        host.flusher.wanted.set()
+        await until(lambda: host.flusher.busy)
+        await pass_turns()
+        host.leave(BucketGoneError("it is dropped"))
+        go_on.set()
+        await host.discard()
+        await pass_turns()
+        gc.collect()
+        assert held == [True]
+        assert not told
 
 
 @pytest.mark.asyncio

@@ -24,6 +24,7 @@ class Failing(StrEnum):
     JOURNAL = "the journal cannot be written"
     PROOF = "the clean-shutdown proof cannot be removed"
     FLUSH = "the tail cannot be stored"
+    SEGMENTS = "journal segments cannot be removed"
     ROOM = "writes are refused for lack of room"
     MERGE = "blocks cannot be compacted"
     PURGE = "tombstones cannot be purged"

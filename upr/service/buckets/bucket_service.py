@@ -500,8 +500,10 @@ class BucketService:
         while not self.disk.stopping and self.bucket.failure is None:
             if self._is_short_of(needed):
                 self._check_wait(needed)
-                self.flusher.wanted.set()
-                await self.disk.next_change()
+                if not self.flusher.busy:
+                    self.flusher.wanted.set()
+                with self.disk.traffic.waiting:
+                    await self.disk.next_change()
             elif self.bucket.proven:
                 await self._clear_proof()
             elif self._is_lapsed:

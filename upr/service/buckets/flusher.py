@@ -33,7 +33,7 @@ class Flusher:
 
     Attributes:
         wanted: set to request a flush now.
-        busy: whether a flush runs, including the removal of journal segments.
+        busy: whether a flush runs.
         map_full: whether the last flush failed because the store's map was full.
     """
 
@@ -70,9 +70,10 @@ class Flusher:
         """Size of the tail in bytes at which writes above SMALL_WRITE_BYTES wait; the others wait at the whole limit.
 
         What is left of the limit when a flush begins is handed out as slices are stored. So a bulk load waits often and
-        briefly, and a small write beside it hardly ever.
+        briefly, and a small write beside it hardly ever. Where flushes fail, writes are refused at the whole limit.
         """
-        return self._tail_bytes - self._kept
+        kept = 0 if Failing.FLUSH in self._disk.troubles else self._kept
+        return self._tail_bytes - kept
 
     @property
     def begin_bytes(self) -> float:
@@ -81,12 +82,17 @@ class Flusher:
     async def run(self) -> None:
         """Flush on request or when the tail is old, until the bucket is closed."""
         while not self._disk.stopping and not self._gave_up:
+            removes_again = Failing.SEGMENTS in self._disk.troubles
             try:
                 left = max(self._flush_seconds - self._age(), 0.01)
+                if removes_again:
+                    left = min(left, _RETRY_SECONDS)
                 async with asyncio.timeout(min(left, self._flush_seconds)):
                     await self.wanted.wait()
             except TimeoutError:
                 if not self.wanted.is_set() and self._age() < self._flush_seconds:
+                    if removes_again:
+                        await self._remove_dropped()
                     continue
             # Also a request that came as the time was up.
             wanted = self.wanted.is_set()
@@ -153,13 +159,12 @@ class Flusher:
             finally:
                 through = self._bucket.end_flush(complete)
                 self._dropped(self._bucket.tail.first)
-                await asyncio.wait([left])
-                again = left.exception() is not None
+                await left
             try:
                 await self._disk.in_journal_thread(lambda: self._disk.journal.drop_through(through))
             finally:
                 # The next flush does not wait for it.
-                if again or not self._is_large:
+                if not self._is_large:
                     await self._remove_dropped()
         finally:
             self.busy = False
@@ -171,7 +176,12 @@ class Flusher:
         return True
 
     async def _remove_dropped(self) -> None:
-        await self._disk.in_store_thread(self._disk.journal.remove_dropped)
+        """Remove dropped journal segments; those that cannot be are tried again. Their rows are stored, so nothing else fails."""
+        try:
+            await self._disk.in_store_thread(self._disk.journal.remove_dropped)
+            self._disk.troubles.ends(Failing.SEGMENTS)
+        except OSError as error:
+            self._disk.troubles.begins(Failing.SEGMENTS, error)
 
     async def _flush_slices(self, plan: FlushPlan) -> None:
         """Store slice by slice; while one is written the next one is merged."""

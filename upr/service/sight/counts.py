@@ -3,6 +3,7 @@
 All are sums since the start. Each changes once for a message, a call or a commit, and never for a row.
 """
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
@@ -32,6 +33,28 @@ class Durations:
         self.seconds += seconds
 
 
+class Waiting:
+    """Time during which at least one call waited."""
+
+    def __init__(self) -> None:
+        self._ended = self._since = 0.0
+        self._calls = 0
+
+    @property
+    def seconds(self) -> float:
+        return self._ended + (time.monotonic() - self._since if self._calls else 0.0)
+
+    def __enter__(self) -> None:
+        if not self._calls:
+            self._since = time.monotonic()
+        self._calls += 1
+
+    def __exit__(self, *exc: object) -> None:
+        if self._calls == 1:
+            self._ended = self.seconds
+        self._calls -= 1
+
+
 @dataclass(slots=True)
 class Traffic:
     """What one bucket took and gave.
@@ -44,6 +67,7 @@ class Traffic:
         commits: time from handing a commit to the journal until it is durable.
         syncs: the part of it that writing and syncing the journal took.
         flushes: time to store a part of the tail.
+        waiting: time during which writes waited for room in the tail or on the disk.
     """
 
     written_rows: int = 0
@@ -57,6 +81,7 @@ class Traffic:
     commits: Durations = field(default_factory=Durations)
     syncs: Durations = field(default_factory=Durations)
     flushes: Durations = field(default_factory=Durations)
+    waiting: Waiting = field(default_factory=Waiting)
 
 
 def count_reason(counter: Counter[str], reason: str) -> None:

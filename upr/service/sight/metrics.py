@@ -44,7 +44,7 @@ BUCKET_GAUGES: Final[dict[str, tuple[str, _Value]]] = {
     ),
     "upr_tail_bytes": ("Recent changes in memory.", lambda h: h.bucket.tail.bytes),
     "upr_tail_limit_bytes": (
-        "Size of upr_tail_bytes at which writers wait.",
+        "Size of upr_tail_bytes at which all writes wait.",
         lambda h: h.flusher.tail_limit,
     ),
     "upr_tail_volatile_bytes": (
@@ -77,6 +77,10 @@ BUCKET_COUNTERS: Final[dict[str, tuple[str, _Value]]] = {
     "upr_written_rows": (
         "Rows of the writes that were taken; of a replica those that it received.",
         lambda h: h.disk.traffic.written_rows,
+    ),
+    "upr_write_wait_seconds": (
+        "Time during which writes waited for room in the tail or on the disk.",
+        lambda h: h.disk.traffic.waiting.seconds,
     ),
     "upr_written_bytes": ("Bytes of these rows.", lambda h: h.disk.counters.ingested_bytes),
     "upr_sent_frames": ("Frames to followers.", lambda h: h.disk.traffic.sent_frames),
