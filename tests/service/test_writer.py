@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import gc
 import os
 import resource
 import select
@@ -365,16 +364,21 @@ async def test_segments_that_cannot_be_removed_are_tried_again_and_fail_nothing_
 async def test_a_bucket_that_is_dropped_while_segments_are_removed_leaves_no_error_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, go_on = list[Any](), threading.Event()
-    asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
+    made, held, go_on = list[asyncio.Task[Any]](), list[bool](), threading.Event()
+
+    def removal() -> None:
+        held.append(go_on.wait(WAIT_SECONDS))
+
+    def make(loop: Any, coroutine: Any, **how: Any) -> asyncio.Task[Any]:
+        made.append(asyncio.Task(coroutine, loop=loop, **how))
+        return made[-1]
+
+    asyncio.get_running_loop().set_task_factory(make)
     with new_bucket(tmp_path / "data") as host:
         started(host)
         written = await host.write(build_block([b"a"], [b"v"]), b"", None, 0)
         await host.journalled(written.entry)
-        held: list[bool] = []
-        monkeypatch.setattr(
-            host.disk.journal, "remove_dropped", lambda: held.append(go_on.wait(WAIT_SECONDS))
-        )
+        monkeypatch.setattr(host.disk.journal, "remove_dropped", removal)
         monkeypatch.setattr(host.flusher, "_flush_slices", lambda plan: asyncio.sleep(0))
         host.flusher.wanted.set()
         await until(lambda: host.flusher.busy)
@@ -383,9 +387,9 @@ async def test_a_bucket_that_is_dropped_while_segments_are_removed_leaves_no_err
         go_on.set()
         await host.discard()
         await pass_turns()
-        gc.collect()
-        assert held == [True]
-        assert not told
+    assert held == [True]
+    assert all(task.done() for task in made)
+    assert not [task for task in made if task._log_traceback], "nobody asked for its error"
 
 
 @pytest.mark.asyncio
