@@ -1,7 +1,7 @@
 """A bucket's quota, and the largest value that a server takes."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 import pytest
 
@@ -9,7 +9,8 @@ from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawWriter
 from upr_client import AsyncClient
-from upr_client.errors import InvalidArgumentError
+from upr_client.errors import InvalidArgumentError, QuotaExceededError
+from upr_client.types import WriteResult
 from upr_protocol.partitioning import partition_of
 
 QUOTA = 4 * 2**20
@@ -93,3 +94,21 @@ async def test_a_value_above_the_server_s_limit_is_refused(server_process: Start
         assert not result.refused.retriable
         rows = [(b"%d" % number, b"v" * 1000) for number in range(3)]
         assert not (await writer.write(rows)).HasField("refused")
+
+
+@pytest.mark.asyncio
+async def test_no_delete_waits_for_a_set_that_the_quota_refuses(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    async with AsyncClient(server.target) as client, asyncio.timeout(WAIT_SECONDS):
+        bucket = client.bucket()
+        await bucket.write_many([(b"old %d" % i, b"v" * 1000) for i in range(100)])
+        await client.admin.set_bucket_quota("default", 1)
+        mixed: list[Awaitable[object]] = []
+        for i in range(100):
+            mixed += [bucket.set(b"new %d" % i, b"v"), bucket.delete(b"old %d" % i)]
+            mixed += [bucket.write_many([(b"more %d" % i, b"v")])]
+        found = await asyncio.gather(*mixed, return_exceptions=True)
+        assert {type(one) for one in found[::3] + found[2::3]} == {QuotaExceededError}
+        assert {type(one) for one in found[1::3]} == {WriteResult}

@@ -34,6 +34,7 @@ from upr_protocol.errors import (
     InvalidArgumentError,
     OutOfOrderError,
     PermissionDeniedError,
+    QuotaExceededError,
     UnavailableError,
     UnknownOutcomeError,
     UprError,
@@ -337,13 +338,15 @@ class BlockWriter:
                 why = refused or error
                 waited = now() - self._progress_at
                 limit = self._connection.retry_seconds
-                if not why.retriable or (limit is not None and waited >= limit):
+                # The call ended for what was refused in front of these, and the server is well.
+                behind = _is_behind(error) and self._progress_at != answered_at
+                late = limit is not None and waited >= limit and not behind
+                if late or not why.retriable:
                     self._fail_all(why)
                     if not self._closing.is_set():
                         self._work.clear()
                     continue
-            if error.reason == OutOfOrderError.default_reason and self._progress_at != answered_at:
-                # The call ended for what was refused in front of these, and the server is well.
+            if behind:
                 longest = 0.0
             # What a server said of a write before says nothing of how this call ended.
             if moves_on(error) is not away:
@@ -353,7 +356,7 @@ class BlockWriter:
             attempt += longest is None
             if limit is not None:
                 # The last try comes when the time is over, not long after.
-                seconds = min(seconds, limit - waited)
+                seconds = max(min(seconds, limit - waited), 0.0)
             _logger.info(
                 "%s: writing stopped with %s (%s); again in %.2f s",
                 self._bucket.name,
@@ -532,7 +535,9 @@ class BlockWriter:
             write.unknown = True
         else:
             self._broken = True
-        if error.retriable:
+        # Whoever waits for a single write can free room, which takes other writes; a Writer has nothing else to do.
+        over_quota = write.group is not None and isinstance(error, QuotaExceededError)
+        if error.retriable and not over_quota:
             write.refused = error
             self._break_off(error)
             return
@@ -600,7 +605,7 @@ class BlockWriter:
         self._unsent.clear()
         # What waits for its turn would be tried no longer than what is in front of it.
         while (group := self._gathering.take()) is not None:
-            self._tell(group, [], {}, _not_sent(error))
+            self._tell(group, [], {}, _not_applied(error))
 
     def _failure(self, write: Write, error: UprError) -> UprError:
         if write.unknown:
@@ -610,11 +615,11 @@ class BlockWriter:
             )
         if write.failed is not None:
             return write.failed
-        if write.refused is not None:
+        if write.refused is not None and not _is_behind(write.refused):
             if not write.results:
                 return write.refused
             return partly_written(write.refused)
-        return _not_sent(error)
+        return _not_applied(error)
 
 
 def _given(outcome: T | UprError | None) -> T:
@@ -625,8 +630,13 @@ def _given(outcome: T | UprError | None) -> T:
     return outcome
 
 
-def _not_sent(error: UprError) -> UprError:
-    """Return the error of a write that was never sent, because of this one."""
+def _is_behind(error: UprError) -> bool:
+    """Return whether a write, or a call, was refused only for the sake of a write in front."""
+    return error.reason == OutOfOrderError.default_reason
+
+
+def _not_applied(error: UprError) -> UprError:
+    """Return the error of a write that was not sent, or not taken, because of this one."""
     if not error.retriable or is_elsewhere(error):
         return error
-    return UnavailableError(f"the write was not sent: {error.message}", hint=error.hint)
+    return UnavailableError(f"the write was not applied: {error.message}", hint=error.hint)

@@ -24,6 +24,7 @@ from upr_client.errors import (
     NoRoomError,
     PartitionNotActiveError,
     PartlyWrittenError,
+    QuotaExceededError,
     UnavailableError,
     UnknownOutcomeError,
 )
@@ -218,7 +219,11 @@ async def test_what_was_sent_behind_a_refusal_for_good_is_sent_again() -> None:
     first += [write_refused(1, InvalidArgumentError("too large"))]
     first += [write_refused(2, OutOfOrderError("it follows one that was refused")), HalfClosed()]
     second = [*BEGIN, applied(3, (P, 0, 1)), HalfClosed()]
-    async with serve(write=[first, second]) as server, AsyncClient(server.target) as client:
+    # That is no retry: the server is well.
+    async with (
+        serve(write=[first, second]) as server,
+        AsyncClient(server.target, retry_seconds=0.0) as client,
+    ):
         bucket = client.bucket()
         writer = bucket._writer()
         level = types_pb2.DURABILITY_DISK
@@ -226,6 +231,38 @@ async def test_what_was_sent_behind_a_refusal_for_good_is_sent_again() -> None:
         with pytest.raises(InvalidArgumentError, match="too large"):
             await writes[0].result()
         assert (await writes[1].result()).T.tolist() == [[P, 0, 1, ID_A]]
+
+
+@pytest.mark.asyncio
+async def test_what_was_refused_behind_another_write_tells_of_that_ones_reason() -> None:
+    script: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 2]
+    script += [write_refused(1, NoRoomError("full"))]
+    script += [write_refused(2, OutOfOrderError("write 2 names 1")), HalfClosed()]
+    async with (
+        serve(write=[script]) as server,
+        AsyncClient(server.target, retry_seconds=0.0) as client,
+    ):
+        writer = client.bucket()._writer()
+        level = types_pb2.DURABILITY_DISK
+        writes = [await writer.submit(build_block([KEY], [b"v"]), level) for _ in range(2)]
+        with pytest.raises(NoRoomError, match="full"):
+            await writes[0].result()
+        with pytest.raises(UnavailableError, match="the write was not applied: full"):
+            await writes[1].result()
+
+
+@pytest.mark.asyncio
+async def test_what_a_quota_refuses_is_told_at_once_to_who_waits_and_a_writer_tries_again() -> None:
+    full = QuotaExceededError("over its quota")
+    first: list[Step] = [*BEGIN, write_refused(1, full), Expect("write"), write_refused(2, full)]
+    script = [[*first, HalfClosed()], [*BEGIN, applied(3, (P, 0, 1)), HalfClosed()]]
+    async with serve(write=script) as server, AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        with pytest.raises(QuotaExceededError, match="over its quota"):
+            await bucket.set(KEY, b"value")
+        async with bucket.writer() as writer:
+            await writer.set(KEY, b"value")
+        assert [len(call.of("write")) for call in server.calls["write"]] == [2, 1]
 
 
 @pytest.mark.asyncio
@@ -301,7 +338,7 @@ async def test_a_pause_does_not_outlast_the_time_of_trying(monkeypatch: pytest.M
 async def test_a_write_that_was_never_sent_is_unavailable() -> None:
     async with serve() as server, AsyncClient(server.target, retry_seconds=0.05) as client:
         bucket = client.bucket()
-        with pytest.raises(UnavailableError, match="the write was not sent: "):
+        with pytest.raises(UnavailableError, match="the write was not applied: "):
             await bucket.set(KEY, b"value")
 
 

@@ -25,6 +25,7 @@ from upr_client.errors import (
     NoRoomError,
     PartitionNotActiveError,
     PartlyWrittenError,
+    QuotaExceededError,
     UnavailableError,
     UnknownOutcomeError,
 )
@@ -208,7 +209,11 @@ def test_what_was_sent_behind_a_refusal_for_good_is_sent_again() -> None:
     first += [write_refused(1, InvalidArgumentError("too large"))]
     first += [write_refused(2, OutOfOrderError("it follows one that was refused")), HalfClosed()]
     second = [*BEGIN, applied(3, (P, 0, 1)), HalfClosed()]
-    with serve(write=[first, second]) as server, Client(server.target) as client:
+    # That is no retry: the server is well.
+    with (
+        serve(write=[first, second]) as server,
+        Client(server.target, retry_seconds=0.0) as client,
+    ):
         bucket = client.bucket()
         writer = bucket._writer()
         level = types_pb2.DURABILITY_DISK
@@ -216,6 +221,36 @@ def test_what_was_sent_behind_a_refusal_for_good_is_sent_again() -> None:
         with pytest.raises(InvalidArgumentError, match="too large"):
             writes[0].result()
         assert (writes[1].result()).T.tolist() == [[P, 0, 1, ID_A]]
+
+
+def test_what_was_refused_behind_another_write_tells_of_that_ones_reason() -> None:
+    script: list[Step] = [Expect("open"), write_opened(), *[Expect("write")] * 2]
+    script += [write_refused(1, NoRoomError("full"))]
+    script += [write_refused(2, OutOfOrderError("write 2 names 1")), HalfClosed()]
+    with (
+        serve(write=[script]) as server,
+        Client(server.target, retry_seconds=0.0) as client,
+    ):
+        writer = client.bucket()._writer()
+        level = types_pb2.DURABILITY_DISK
+        writes = [writer.submit(build_block([KEY], [b"v"]), level) for _ in range(2)]
+        with pytest.raises(NoRoomError, match="full"):
+            writes[0].result()
+        with pytest.raises(UnavailableError, match="the write was not applied: full"):
+            writes[1].result()
+
+
+def test_what_a_quota_refuses_is_told_at_once_to_who_waits_and_a_writer_tries_again() -> None:
+    full = QuotaExceededError("over its quota")
+    first: list[Step] = [*BEGIN, write_refused(1, full), Expect("write"), write_refused(2, full)]
+    script = [[*first, HalfClosed()], [*BEGIN, applied(3, (P, 0, 1)), HalfClosed()]]
+    with serve(write=script) as server, Client(server.target) as client:
+        bucket = client.bucket()
+        with pytest.raises(QuotaExceededError, match="over its quota"):
+            bucket.set(KEY, b"value")
+        with bucket.writer() as writer:
+            writer.set(KEY, b"value")
+        assert [len(call.of("write")) for call in server.calls["write"]] == [2, 1]
 
 
 def test_a_refusal_for_good_is_raised_and_later_writes_go_on() -> None:
@@ -285,7 +320,7 @@ def test_a_pause_does_not_outlast_the_time_of_trying(monkeypatch: pytest.MonkeyP
 def test_a_write_that_was_never_sent_is_unavailable() -> None:
     with serve() as server, Client(server.target, retry_seconds=0.05) as client:
         bucket = client.bucket()
-        with pytest.raises(UnavailableError, match="the write was not sent: "):
+        with pytest.raises(UnavailableError, match="the write was not applied: "):
             bucket.set(KEY, b"value")
 
 
