@@ -2,9 +2,11 @@
 
 import asyncio
 import errno
+import gc
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS, until
+from tests.harness import WAIT_SECONDS, pass_turns, until
 from tests.raw import RawClient, RawWriter, start_at
 from tests.service.bucket_state import folders, folders_are, rows_of, serving
 from tests.service.keys import some_keys
@@ -21,6 +23,7 @@ from upr.config import ServerConfig
 from upr.service.admin import AdminMethods, Process
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
+from upr.service.overload import process
 from upr.storage.directory import DataDirectory
 from upr_client import AsyncClient, Change, Only
 from upr_client.errors import (
@@ -341,6 +344,54 @@ async def test_a_drop_that_failed_keeps_the_name_and_can_be_repeated(
             await client.admin.create_bucket("default")
         assert await client.admin.drop_bucket("default") == listed.version
         await client.admin.create_bucket("default")
+
+
+@pytest.mark.asyncio
+async def test_nothing_keeps_a_dropped_bucket_in_memory(tmp_path: Path) -> None:
+    async def told() -> None:
+        pass
+
+    directory = DataDirectory(tmp_path / "data")
+    catalog = Catalog(directory, ServerConfig(tmp_path / "data"))
+    catalog.start(told)
+    bucket = weakref.ref(catalog.find("default"))
+    # Its tasks have begun.
+    await pass_turns()
+    assert not catalog.dropped.is_set()
+    await catalog.drop("default")
+    async with asyncio.timeout(WAIT_SECONDS):
+        await catalog.dropped.wait()
+    await pass_turns()
+    gc.collect()
+    assert bucket() is None
+    assert await catalog.close()
+    directory.close()
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.self = self
+
+
+@pytest.mark.asyncio
+async def test_what_a_drop_leaves_is_collected_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "DROPPED_SECONDS", 0.0)
+    dropped, left = asyncio.Event(), _Cycle()
+    found = weakref.ref(left)
+    # As a full collection does in a server.
+    gc.freeze()
+    del left
+    collecting = asyncio.create_task(process.collect_garbage(dropped))
+    try:
+        gc.collect()
+        assert found() is not None
+        dropped.set()
+        async with asyncio.timeout(WAIT_SECONDS):
+            await until(lambda: found() is None)
+        assert not dropped.is_set()
+    finally:
+        gc.unfreeze()
+        collecting.cancel()
 
 
 @pytest.mark.asyncio

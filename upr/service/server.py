@@ -349,7 +349,7 @@ class Server:
         self._tasks = [
             asyncio.create_task(self._delays.run()),
             asyncio.create_task(self._intake.watch()),
-            asyncio.create_task(resources.collect_garbage()),
+            asyncio.create_task(resources.collect_garbage(self._catalog.dropped)),
             asyncio.create_task(self._tell_suppressed()),
             asyncio.create_task(self._watch_files()),
             asyncio.create_task(self._clock.run()),

@@ -193,6 +193,7 @@ class Catalog:
         self._creating: dict[str, asyncio.Task[BucketService]] = {}
         self._renaming: dict[str, asyncio.Task[Path]] = {}
         self._closing: set[asyncio.Task[Any]] = set()
+        self.dropped = asyncio.Event()
         self._stopping = False
         self._watching: asyncio.Task[None] | None = None
         self._lost = ""
@@ -718,6 +719,7 @@ class Catalog:
                 await asyncio.to_thread(shutil.rmtree, folder)
         except Exception as error:
             log.error("a dropped bucket could not be deleted", exc_info=error)
+        self.dropped.set()
         await self._tell_health()
 
     async def _tell_health(self) -> None:

@@ -116,6 +116,7 @@ class Compactor:
         self._waiting: dict[int, None] = {}
         self._wanted = asyncio.Event()
         self._stopped = asyncio.Event()
+        self._first_look: asyncio.TimerHandle | None = None
         self._settled: dict[int, list[tuple[int, int]]] = {}
         self._costs: dict[int, list[int]] = {}
         """What the stretches of partitions cost in which nothing was to be compacted when they were looked at."""
@@ -160,7 +161,8 @@ class Compactor:
 
     async def run(self) -> None:
         # Work left by an earlier process is not urgent: clients that waited for the server come first.
-        asyncio.get_running_loop().call_later(FIRST_LOOK_SECONDS, self.note, range(PARTITIONS))
+        loop = asyncio.get_running_loop()
+        self._first_look = loop.call_later(FIRST_LOOK_SECONDS, self.note, range(PARTITIONS))
         while not self.stopped:
             if not self._waiting:
                 self._wanted.clear()
@@ -185,6 +187,9 @@ class Compactor:
         """Make ``run`` return after the current piece."""
         self._stopped.set()
         self._wanted.set()
+        if self._first_look is not None:
+            # It would keep all of a dropped bucket.
+            self._first_look.cancel()
 
     async def finish(self) -> None:
         """Wait for what has begun, after ``stop``."""

@@ -4,7 +4,7 @@
 
 *Garbage*: a full collection looks at every object, and with a thousand followers that takes a tenth of a second. So
 survivors of one are frozen (``gc.freeze``): the next one looks only at newer objects. Reference counts free most
-garbage; frozen objects are searched for cycles once an hour.
+garbage; frozen objects are searched for cycles once an hour, and after a bucket was dropped, as its parts know each other.
 """
 
 import asyncio
@@ -115,6 +115,8 @@ def memory_bytes() -> tuple[int, int]:
 
 
 WHOLE_SECONDS: Final = 3600.0
+DROPPED_SECONDS: Final = 15.0
+"""Time from a dropped bucket to its collection, so that its open calls have ended, and many are collected at once."""
 
 
 def _set_aside(phase: str, info: dict[str, Any]) -> None:
@@ -130,12 +132,18 @@ def tame_collector() -> None:
     gc.freeze()
 
 
-async def collect_garbage() -> None:
-    """Collect all objects, frozen ones too, now and then until cancelled."""
+async def collect_garbage(dropped: asyncio.Event) -> None:
+    """Collect all objects, frozen ones too, now and then, and when a bucket was dropped, until cancelled."""
     while True:
-        await asyncio.sleep(WHOLE_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WHOLE_SECONDS):
+                await dropped.wait()
+        if dropped.is_set():
+            await asyncio.sleep(DROPPED_SECONDS)
+            dropped.clear()
         gc.unfreeze()
         gc.collect()
+        await asyncio.to_thread(give_back_freed)
 
 
 BOUNDS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
