@@ -108,6 +108,24 @@ async def test_a_purge_whose_caller_leaves_is_not_stopped_half_way(
 
 
 @pytest.mark.asyncio
+async def test_the_value_under_a_tombstone_that_stays_goes(host: BucketService) -> None:
+    partition = 13
+    (key,) = some_keys(partition, 1)
+    await write(host, [(key, b"v" * 100_000)])
+    await write(host, [(key, None)])
+    result = await host.compactor.purge(partition, worth=0.01)
+    assert (result.tombstones.count, result.purged) == (1, 0)
+    assert [holder.kind for holder in result.holders] == ["newest"]
+    (head,) = host.disk.store.heads(partition)
+    assert (head.rows, head.end) == (1, 2)
+    assert head.size < 1000
+    # It is not written again and again.
+    written = host.disk.counters.merge_output_rows
+    await host.compactor.purge(partition, worth=0.01)
+    assert host.disk.counters.merge_output_rows == written
+
+
+@pytest.mark.asyncio
 async def test_the_lowest_holders_are_named_and_the_others_counted(host: BucketService) -> None:
     """All names of a thousand in each partition would be more than a message."""
     consumers, ids = host.bucket.consumer_positions, host.bucket.partitions.newest_id

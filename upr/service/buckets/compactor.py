@@ -462,7 +462,7 @@ class Compactor:
     # Purging
 
     async def purge(self, partition: int, *, dry_run: bool = False, worth: float = 0.0) -> Purged:
-        """Drop a partition's old tombstones that every reader has passed.
+        """Drop a partition's old tombstones that every reader has passed, and the values under those that stay.
 
         It runs to completion even if the caller is cancelled: the store may be writing already, and until that is done
         no stream may read the partition at 0.
@@ -509,7 +509,8 @@ class Compactor:
                 count = examined.purge.count if examined.purge else 0
                 if dry_run:
                     result.purged = count
-                elif count and count >= worth * tombstones.rows:
+                # The newest tombstone of a partition stays; the values that are under it need not.
+                elif count >= worth * tombstones.rows if count else examined.groups():
                     result.purged = await self._rewritten(whole, examined)
             if tombstones.old:
                 result.holders = self._holders(partition, tombstones.newest_old)
