@@ -629,6 +629,22 @@ def check_row(key: bytes, value: bytes | None) -> int:
     return size + more + ROW_BYTES
 
 
+def check_value(size: int, limit: int) -> None:
+    """Raise InvalidArgumentError if a value of so many bytes is above the --max-value-bytes of a server."""
+    if size > limit:
+        raise InvalidArgumentError(
+            f"value is {size} bytes; must be at most {limit} on this server",
+            hint="store it elsewhere, or in parts; --max-value-bytes sets the limit",
+        )
+
+
+def check_values(block: Block, limit: int) -> None:
+    """Raise as ``check_value`` for the largest value of a block within the protocol's limits."""
+    if block.column_bytes > limit < VALUE_BYTES_MAX:
+        offsets = np.frombuffer(block.value_offsets, "<i4")
+        check_value(int(np.diff(offsets).max(initial=0)), limit)
+
+
 def check_rows(keys: Sequence[bytes], values: Values) -> I64:
     """Return what each row takes in the columns of a block, bytes.
 
@@ -725,11 +741,15 @@ def pairs_bytes(pairs: Pairs) -> int:
     """Return what rows, each a key and a value, take in the columns of blocks.
 
     Raises:
-        InvalidArgumentError: a key or value is not bytes, or out of its range.
+        InvalidArgumentError: a row is no pair, or a key or value is not bytes, or out of its range.
     """
     if COMPILED is not None and (size := COMPILED.size(pairs)) is not None:
         return int(size)
-    return int(check_rows([key for key, _ in pairs], [value for _, value in pairs]).sum())
+    try:
+        keys, values = [key for key, _ in pairs], [value for _, value in pairs]
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError("a row is no pair; must be a key and a value") from error
+    return int(check_rows(keys, values).sum())
 
 
 def blocks_of_pairs(pairs: Pairs) -> Iterator[Block]:

@@ -310,11 +310,16 @@ def heartbeat(*highs: tuple[int, int]) -> Send:
     )
 
 
-def write_opened(last_number: int = 0, in_flight: int = 64, version: int = VERSION) -> Send:
+def write_opened(
+    last_number: int = 0, in_flight: int = 64, version: int = VERSION, max_value_bytes: int = 0
+) -> Send:
     return Send(
         kv_pb2.WriteResponse(
             opened=kv_pb2.WriteOpened(
-                bucket_version=version, last_number=last_number, writes_in_flight=in_flight
+                bucket_version=version,
+                last_number=last_number,
+                writes_in_flight=in_flight,
+                max_value_bytes=max_value_bytes,
             )
         )
     )

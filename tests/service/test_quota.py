@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Iterator
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient, RawWriter
 from upr_client import AsyncClient
 from upr_client.errors import InvalidArgumentError, QuotaExceededError
@@ -94,6 +94,22 @@ async def test_a_value_above_the_server_s_limit_is_refused(server_process: Start
         assert not result.refused.retriable
         rows = [(b"%d" % number, b"v" * 1000) for number in range(3)]
         assert not (await writer.write(rows)).HasField("refused")
+    async with AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        await bucket.set(b"a", b"v")
+        server.kill()
+        server.options = []
+        server.start()
+
+        # Nothing else is written, so that no call tells of the new limit.
+        async def is_taken() -> bool:
+            try:
+                await bucket.set(b"a", b"v" * 1001)
+            except InvalidArgumentError:
+                return False
+            return True
+
+        await poll(is_taken)
 
 
 @pytest.mark.asyncio

@@ -374,6 +374,7 @@ class KeyValueMethods:
             bucket_version=host.bucket.identity.version,
             last_number=producer.producer.last_number if producer else 0,
             writes_in_flight=WRITES_IN_FLIGHT_MAX,
+            max_value_bytes=host.max_value_bytes,
             servers=self._catalog.servers(),
         )
         try:

@@ -27,7 +27,7 @@ from upr_client.writes import (
     result_columns,
     write_request,
 )
-from upr_protocol.block import Block, check_row
+from upr_protocol.block import Block, check_row, check_value, check_values
 from upr_protocol.errors import (
     BucketGoneError,
     ClosedError,
@@ -39,7 +39,13 @@ from upr_protocol.errors import (
     UnknownOutcomeError,
     UprError,
 )
-from upr_protocol.limits import GATHERED_ROWS_MAX, QUIET_SECONDS, WRITES_IN_FLIGHT_MAX, choice
+from upr_protocol.limits import (
+    GATHERED_ROWS_MAX,
+    QUIET_SECONDS,
+    VALUE_BYTES_MAX,
+    WRITES_IN_FLIGHT_MAX,
+    choice,
+)
 from upr_protocol.wire.codec import count_runs
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
@@ -121,6 +127,7 @@ class BlockWriter:
         # Of the call that is open.
         self._call: Call | None = None
         self._accepted = False
+        self._value_bytes_max = VALUE_BYTES_MAX
         self._opened = Event()
         self._ended = Event()
         self._end: UprError | None = None
@@ -177,6 +184,7 @@ class BlockWriter:
         level = choice(DURABILITIES, durability, "durability")
         done = Once()
         row = Row(key, value, check_row(key, value), done.set)
+        check_value(len(value or b""), self._value_bytes_max)
         # Those who were cancelled must not pile up behind a slow server.
         self._row_room.take()
         self._gather(self._row_room, self._gathering.add, row, level)
@@ -188,6 +196,7 @@ class BlockWriter:
 
         As ``write_row``, but that it waits as ``submit`` does.
         """
+        check_values(rows, self._value_bytes_max)
         done = Once()
         bundle = Bundle(rows, done.set)
         # In one queue with blocks: of writes of one key that wait the first goes first.
@@ -399,6 +408,8 @@ class BlockWriter:
         call.cancel()
         with self._mutex:
             self._call, self._accepted = None, False
+            # The next server may have another limit.
+            self._value_bytes_max = VALUE_BYTES_MAX
             self._renumber()
         return self._end or UnavailableError("the server ended the call")
 
@@ -469,6 +480,8 @@ class BlockWriter:
         self._version = self._bucket.version = opened.bucket_version
         self._connection.learn(opened.servers)
         self._window = min(opened.writes_in_flight or WRITES_IN_FLIGHT_MAX, WRITES_IN_FLIGHT_MAX)
+        # What is refused in a group costs those beside it a call, or several.
+        self._value_bytes_max = opened.max_value_bytes or VALUE_BYTES_MAX
         if self._next_number is None:
             self._next_number = opened.last_number + 1
         self._accepted = not self._closing.is_set()

@@ -40,6 +40,7 @@ from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     GET_KEYS_MAX,
     JOINED_BYTES_MAX,
+    check_at_least,
     check_name,
     choice,
 )
@@ -293,9 +294,12 @@ class Bucket:
         self._connection.check_usable()
         any_server = choice(READ_FROM, read_from, "read_from")
         token = None if at_least is None else token_of(at_least)
-        wanted = list(dict.fromkeys(keys))
-        for key in wanted:
+        asked_for = list(keys)
+        for key in asked_for:
             check_row(key, None)
+        if seconds is not None:
+            check_at_least(seconds, 0, "seconds", above=True)
+        wanted = list(dict.fromkeys(asked_for))
         found: dict[bytes, bytes] = {}
         first = 0
         while first < len(wanted):

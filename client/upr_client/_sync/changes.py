@@ -44,7 +44,7 @@ from upr_protocol.errors import (
     UnavailableError,
     UprError,
 )
-from upr_protocol.failover import WriteToken
+from upr_protocol.failover import WriteToken, check_partition
 from upr_protocol.limits import QUIET_SECONDS
 from upr_protocol.position import Position
 
@@ -322,6 +322,7 @@ class Changes:
 
     def position(self, partition: int) -> Position:
         """The position of what was consumed of a partition; it may be newer than the one stored."""
+        check_partition(partition)
         with self._mutex:
             self._following.acknowledge_part()
             return self._following.position(partition)

@@ -77,6 +77,11 @@ async def test_keys_out_of_range_and_clients_out_of_use(monkeypatch: pytest.Monk
             await bucket.get(b"")
         with pytest.raises(InvalidArgumentError, match="key is str; must be bytes"):
             await bucket.get_many([b"k", "k"])  # type: ignore[list-item]
+        with pytest.raises(InvalidArgumentError, match="key is bytearray; must be bytes"):
+            await bucket.get(bytearray(b"k"))  # type: ignore[arg-type]
+        for seconds in (0, -1, float("nan")):
+            with pytest.raises(InvalidArgumentError, match=r"seconds is .*; must be above 0"):
+                await bucket.get(b"k", seconds=seconds)
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: -1)
             with pytest.raises(ClosedError, match="another process"):

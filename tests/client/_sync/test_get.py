@@ -72,6 +72,11 @@ def test_keys_out_of_range_and_clients_out_of_use(monkeypatch: pytest.MonkeyPatc
             bucket.get(b"")
         with pytest.raises(InvalidArgumentError, match="key is str; must be bytes"):
             bucket.get_many([b"k", "k"])  # type: ignore[list-item]
+        with pytest.raises(InvalidArgumentError, match="key is bytearray; must be bytes"):
+            bucket.get(bytearray(b"k"))  # type: ignore[arg-type]
+        for seconds in (0, -1, float("nan")):
+            with pytest.raises(InvalidArgumentError, match=r"seconds is .*; must be above 0"):
+                bucket.get(b"k", seconds=seconds)
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: -1)
             with pytest.raises(ClosedError, match="another process"):

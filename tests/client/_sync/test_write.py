@@ -240,6 +240,23 @@ def test_what_was_refused_behind_another_write_tells_of_that_ones_reason() -> No
             writes[1].result()
 
 
+def test_a_value_that_the_server_would_refuse_is_not_sent() -> None:
+    first: list[Step] = [Expect("open"), write_opened(max_value_bytes=9), Expect("write")]
+    first += [applied(1, (P, 0, 1)), Expect("write"), Abort(UnavailableError("gone"))]
+    second: list[Step] = [*BEGIN, applied(2, (P, 1, 2)), Expect("write"), applied(3, (P, 2, 3))]
+    script = [first, [*second, HalfClosed()]]
+    with serve(write=script) as server, Client(server.target) as client:
+        bucket = client.bucket()
+        bucket.set(KEY, bytes(9))
+        with pytest.raises(InvalidArgumentError, match="10 bytes; must be at most 9 on this"):
+            bucket.set(KEY, bytes(10))
+        with pytest.raises(InvalidArgumentError, match="10 bytes; must be at most 9 on this"):
+            bucket.write_many([(KEY, b""), (KEY, bytes(10))])
+        bucket.set(KEY, bytes(9))
+        # Another server may take it.
+        assert (bucket.set(KEY, bytes(10))).seqno == 3
+
+
 def test_what_a_quota_refuses_is_told_at_once_to_who_waits_and_a_writer_tries_again() -> None:
     full = QuotaExceededError("over its quota")
     first: list[Step] = [*BEGIN, write_refused(1, full), Expect("write"), write_refused(2, full)]
@@ -339,6 +356,9 @@ def test_rows_out_of_range_are_refused_before_anything_is_sent() -> None:
             bucket.set(b"", b"value")
         with pytest.raises(InvalidArgumentError, match="must be bytes"):
             bucket.write_many([(b"k", b"v"), ("k", b"v")])  # type: ignore[list-item]
+        for rows in ([(b"k", b"v", b"w")], [b"k"], {b"key": b"v"}, [7]):
+            with pytest.raises(InvalidArgumentError, match="must be a"):
+                bucket.write_many(rows)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgumentError, match="durability is 'tape'"):
             bucket.delete(b"k", "tape")
         assert (bucket.write_many([])).runs == []

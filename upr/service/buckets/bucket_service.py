@@ -46,10 +46,9 @@ from upr.storage.read import read_blocks
 from upr.storage.search import TailKeys
 from upr.storage.store import Identity, ReadRequest
 from upr.storage.undone import write_undone
-from upr_protocol.block import OP_DELETE, Block
+from upr_protocol.block import OP_DELETE, Block, check_values
 from upr_protocol.errors import (
     BucketGoneError,
-    InvalidArgumentError,
     NoRoomError,
     PartitionNotActiveError,
     StorageFailedError,
@@ -58,7 +57,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.failover import FailoverLog
-from upr_protocol.limits import FAILOVER_ID_MAX, SMALL_WRITE_BYTES, VALUE_BYTES_MAX
+from upr_protocol.limits import FAILOVER_ID_MAX, SMALL_WRITE_BYTES
 from upr_protocol.wire.codec import decode_block
 
 log = logging.getLogger(__name__)
@@ -125,6 +124,7 @@ class BucketService:
         self._config = config
         self._wanted_room = 0
         self.failover_log_records = config.failover_log_records
+        self.max_value_bytes = config.max_value_bytes
         self.on_consumers: set[Callable[[Collection[tuple[bytes, int]]], None]] = set()
         """Functions that are called with the name and partition of each consumer's row that was stored or removed; with
         none when cuts were."""
@@ -315,7 +315,7 @@ class BucketService:
         bucket, now = self.bucket, self.disk.clock.now
         if self.disk.gone is not None:
             raise self.disk.gone
-        self._check_values(block)
+        check_values(block, self.max_value_bytes)
         needed = block.column_bytes + block.runs.nbytes
         waited, stored = True, None
         while waited:
@@ -522,17 +522,6 @@ class BucketService:
                         return
         except TimeoutError:
             raise not_active("") from None
-
-    def _check_values(self, block: Block) -> None:
-        """Raise unless each value is within --max-value-bytes; the protocol's limit was checked before."""
-        limit = self._config.max_value_bytes
-        if block.column_bytes > limit < VALUE_BYTES_MAX:
-            largest = int(np.diff(np.frombuffer(block.value_offsets, "<i4")).max(initial=0))
-            if largest > limit:
-                raise InvalidArgumentError(
-                    f"value is {largest} bytes; must be at most {limit} on this server",
-                    hint="store it elsewhere, or in parts; --max-value-bytes sets the limit",
-                )
 
     def _check_quota(self, block: Block, pending: int) -> None:
         if not self.disk.quota.exceeded(pending):

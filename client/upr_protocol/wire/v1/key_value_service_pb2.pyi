@@ -225,6 +225,7 @@ class WriteOpened(_message.Message):
     BUCKET_VERSION_FIELD_NUMBER: _builtins.int
     LAST_NUMBER_FIELD_NUMBER: _builtins.int
     WRITES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    MAX_VALUE_BYTES_FIELD_NUMBER: _builtins.int
     SERVERS_FIELD_NUMBER: _builtins.int
     bucket_version: _builtins.int
     """The bucket's version."""
@@ -232,6 +233,8 @@ class WriteOpened(_message.Message):
     """No larger number of this producer was applied, as far as it is remembered; 0 if nothing is known."""
     writes_in_flight: _builtins.int
     """How many writes may be outstanding."""
+    max_value_bytes: _builtins.int
+    """The largest value that the server takes, in bytes: a write with a larger one is refused whole. 0: not told."""
     @_builtins.property
     def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """HOST:PORT of the servers of the set, as far as this one knows; empty where it is alone."""
@@ -242,11 +245,12 @@ class WriteOpened(_message.Message):
         bucket_version: _builtins.int = ...,
         last_number: _builtins.int = ...,
         writes_in_flight: _builtins.int = ...,
+        max_value_bytes: _builtins.int = ...,
         servers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "last_number", b"last_number", "servers", b"servers", "writes_in_flight", b"writes_in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_version", b"bucket_version", "last_number", b"last_number", "max_value_bytes", b"max_value_bytes", "servers", b"servers", "writes_in_flight", b"writes_in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
