@@ -239,6 +239,33 @@ async def test_a_flush_between_tail_and_store_loses_nothing(
 
 
 @pytest.mark.asyncio
+async def test_a_flush_before_the_tail_is_searched_hides_no_newer_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Indexed and searched by a reader thread, which comes late.
+    monkeypatch.setattr("upr.storage.search.QUICK_BLOCKS", 0)
+    (key,) = some_keys(P, 1)
+    async with connected(tmp_path) as (server, client):
+        host = server._catalog.find("default")
+        # The block with the older value stays one of its own.
+        host.compactor.stop()
+        writer = await client.writer("")
+        await writer.write([(key, b"old")])
+        await host.flusher.flush(wanted=True)
+        await writer.write([(key, b"new")])
+        in_reader = host.disk.in_reader
+
+        async def late(call: Callable[[], bool]) -> bool:
+            await host.flusher.flush(wanted=True)
+            return await in_reader(call)
+
+        monkeypatch.setattr(host.disk, "in_reader", late)
+        lookup = Lookup([key], 1000)
+        await find_newest(host, lookup)
+        assert lookup.found[0].value == b"new"
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("limits", "threads"),
     [

@@ -393,6 +393,21 @@ async def test_a_bucket_that_is_dropped_while_segments_are_removed_leaves_no_err
 
 
 @pytest.mark.asyncio
+async def test_segments_of_a_dropped_bucket_are_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_bucket(tmp_path / "data") as host:
+
+        def fails() -> None:
+            host.disk.gone = BucketGoneError("it is dropped")
+            raise FileNotFoundError(errno.ENOENT, "its folder is renamed")
+
+        monkeypatch.setattr(host.disk.journal, "remove_dropped", fails)
+        await host.flusher._remove_dropped()
+        assert not host.disk.troubles.begun
+
+
+@pytest.mark.asyncio
 async def test_the_journals_thread_waits_for_a_record_that_is_being_written(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

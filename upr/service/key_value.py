@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -28,7 +27,7 @@ from upr.service.sight.counts import count_reason, refusals
 from upr.service.storage_trouble import words_of
 from upr.storage.read import all_begin_with
 from upr.storage.search import BITE_BYTES, Lookup, StoreSearch, TailSearch
-from upr_protocol.block import Block, check_row
+from upr_protocol.block import U64, Block, check_row
 from upr_protocol.errors import (
     BehindError,
     BucketGoneError,
@@ -80,9 +79,10 @@ def check_keys(keys: Sequence[bytes]) -> None:
 async def find_newest(host: BucketService, lookup: Lookup) -> None:
     """Search until every key is found, does not exist, or is in a partition that cannot be read.
 
-    Results are as new as this call, or newer. The tail is looked through as it was in one step, and then the
-    store, to which it may have been flushed meanwhile. A missing key may have been written, flushed and compacted
-    during the search. So partitions with a flush since then are searched again for newer rows.
+    Results are as new as this call, or newer. The tail is looked through, and then the store up to what it has when
+    that is done: a flush drops from the index of the tail what it stored, at any moment. A missing key may have been
+    written, flushed and compacted during the search. So partitions with a flush since then are searched again for
+    newer rows.
     """
     bucket = host.bucket
     table = bucket.partitions
@@ -97,14 +97,13 @@ async def find_newest(host: BucketService, lookup: Lookup) -> None:
         in_tail.bite(BITE_BYTES)
     floors = _NOTHING
     while lookup.pending:
-        stored = table.stored.copy()
-        bite = partial(_bite, in_tail, StoreSearch(lookup, host.disk.store, floors, stored))
-        while not await host.disk.in_reader(bite):
+        search = _Search(host, lookup, in_tail, floors)
+        while not await host.disk.in_reader(search.bite):
             pass
         if not lookup.pending:
             return
-        lookup.settle(table.stored == stored)
-        floors = stored
+        lookup.settle(table.stored == search.stored)
+        floors = search.stored
         in_tail = _tail_search(host, lookup)
 
 
@@ -114,9 +113,33 @@ def _tail_search(host: BucketService, lookup: Lookup) -> TailSearch:
     return TailSearch(lookup, host.tail_keys, first, tail.range(first, tail.end))
 
 
-def _bite(in_tail: TailSearch, in_store: StoreSearch) -> bool:
-    """Take a bite of tail or store, for most keys of both; return whether the search is done."""
-    return in_tail.bite() and in_store.bite()
+class _Search:
+    """Search of the tail, and then of the blocks that are in the store above some floors, seqnos of shape (1024,).
+
+    Attributes:
+        stored: the ends up to which the store is searched, shape (1024,); the floors until the tail is done.
+    """
+
+    def __init__(
+        self, host: BucketService, lookup: Lookup, in_tail: TailSearch, floors: U64
+    ) -> None:
+        self._store = host.disk.store
+        self._lookup = lookup
+        self._in_tail = in_tail
+        self._floors = floors
+        self._in_store: StoreSearch | None = None
+        # As it is when it is copied: the loop changes it while threads search.
+        self._stored_now = host.bucket.partitions.stored
+        self.stored = floors
+
+    def bite(self) -> bool:
+        """Take a bite of tail or store, for most keys of both; return whether the search is done."""
+        if self._in_store is None:
+            if not self._in_tail.bite():
+                return False
+            self.stored = self._stored_now.copy()
+            self._in_store = StoreSearch(self._lookup, self._store, self._floors, self.stored)
+        return self._in_store.bite()
 
 
 def written_seqnos(request: wire.GetRequest) -> list[WrittenSeqno]:

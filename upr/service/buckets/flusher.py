@@ -181,7 +181,9 @@ class Flusher:
             await self._disk.in_store_thread(self._disk.journal.remove_dropped)
             self._disk.troubles.ends(Failing.SEGMENTS)
         except OSError as error:
-            self._disk.troubles.begins(Failing.SEGMENTS, error)
+            # The folder of a dropped bucket is renamed meanwhile.
+            if self._disk.gone is None:
+                self._disk.troubles.begins(Failing.SEGMENTS, error)
 
     async def _flush_slices(self, plan: FlushPlan) -> None:
         """Store slice by slice; while one is written the next one is merged."""
