@@ -73,8 +73,7 @@ async def fill(bucket: AsyncBucket, writer: int, size: int, most: int) -> list[b
         try:
             await bucket.write_many([(key, value(key, size)) for key in keys])
         except UprError as error:
-            # Behind a refused one the same client's next write is out of order.
-            if error.reason not in ("NO_ROOM", "WRITE_OUT_OF_ORDER"):
+            if error.reason != "NO_ROOM":
                 raise
             break
         acknowledged += keys

@@ -1,5 +1,6 @@
 """Block writer: one call on which writes are numbered, sent in order, answered, and sent again after a lost connection."""
 
+import copy
 import logging
 import random
 from collections import deque
@@ -651,4 +652,10 @@ def _not_applied(error: UprError) -> UprError:
     """Return the error of a write that was not sent, or not taken, because of this one."""
     if not error.retriable or is_elsewhere(error):
         return error
-    return UnavailableError(f"the write was not applied: {error.message}", hint=error.hint)
+    words = f"the write was not applied: {error.message}"
+    if error.reason in (UnknownOutcomeError.default_reason, OutOfOrderError.default_reason):
+        # Of this write the outcome is known, and the numbers are the SDK's.
+        return UnavailableError(words, hint=error.hint)
+    told = copy.copy(error)
+    told.message = words
+    return told

@@ -247,7 +247,7 @@ async def test_what_was_refused_behind_another_write_tells_of_that_ones_reason()
         writes = [await writer.submit(build_block([KEY], [b"v"]), level) for _ in range(2)]
         with pytest.raises(NoRoomError, match="full"):
             await writes[0].result()
-        with pytest.raises(UnavailableError, match="the write was not applied: full"):
+        with pytest.raises(NoRoomError, match="the write was not applied: full"):
             await writes[1].result()
 
 
