@@ -79,7 +79,7 @@ BUCKET_COUNTERS: Final[dict[str, tuple[str, _Value]]] = {
         lambda h: h.disk.traffic.written_rows,
     ),
     "upr_write_wait_seconds": (
-        "Time during which writes waited for room in the tail or on the disk.",
+        "Time during which writes, or what a replica receives, waited for room in the tail or on the disk.",
         lambda h: h.disk.traffic.waiting.seconds,
     ),
     "upr_written_bytes": ("Bytes of these rows.", lambda h: h.disk.counters.ingested_bytes),

@@ -919,7 +919,7 @@ $("consumer-map").addEventListener("click", () => {
 
 function drawStorage() {
   const [n, c] = [bucket.numbers, bucket.contents];
-  const bars = [["Tail: recent changes in memory", n.upr_tail_bytes, n.upr_tail_limit_bytes, "writers wait at the limit"]];
+  const bars = [["Tail: recent changes in memory", n.upr_tail_bytes, n.upr_tail_limit_bytes, "all writes wait at the limit"]];
   if (n.upr_quota_bytes) bars.push(["Stored, of the quota", n.upr_store_used_bytes, n.upr_quota_bytes, ""]);
   if (c) {
     const size = c.bytes.reduce((sum, one) => sum + one, 0);
