@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from upr_client.endpoints import is_elsewhere
 from upr_protocol.block import (
     OP_SET,
     ROW_BYTES,
@@ -25,8 +26,11 @@ from upr_protocol.block import (
 )
 from upr_protocol.errors import (
     InvalidArgumentError,
+    OutOfOrderError,
     PartlyWrittenError,
     ProtocolError,
+    UnavailableError,
+    UnknownOutcomeError,
     UprError,
     WriteFailedError,
 )
@@ -202,6 +206,24 @@ def partly_written(why: UprError) -> PartlyWrittenError:
         f"partitions refused their part of a write at each retry; the rest was applied: {why.message}",
         hint=why.hint,
     )
+
+
+def is_behind(error: UprError) -> bool:
+    """Return whether a write, or a call, was refused only for the sake of a write in front."""
+    return error.reason == OutOfOrderError.default_reason
+
+
+def not_applied(error: UprError) -> UprError:
+    """Return the error of a write that was not sent, or not taken, because of this one."""
+    if not error.retriable or is_elsewhere(error):
+        return error
+    words = f"the write was not applied: {error.message}"
+    if is_behind(error) or error.reason == UnknownOutcomeError.default_reason:
+        # Of this write the outcome is known, and the numbers are the SDK's.
+        return UnavailableError(words, hint=error.hint)
+    told = copy.copy(error)
+    told.message = words
+    return told
 
 
 def part_of(request: kv_pb2.WriteRequest, partitions: Collection[int]) -> kv_pb2.WriteRequest:

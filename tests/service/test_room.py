@@ -19,7 +19,7 @@ from upr.engine.tail import Tail
 from upr.service.buckets import room as room_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.room import WaitingRoom
-from upr_protocol.block import build_block
+from upr_protocol.block import Block, build_block
 from upr_protocol.errors import StorageFailedError, TooManyError
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
@@ -97,6 +97,17 @@ async def test_the_tail_stays_bounded_under_writes(tmp_path: Path) -> None:
         assert bucket_host.bucket.tail.first > 0, "nothing was flushed"
 
 
+def _large_block() -> Block:
+    """A block with keys of all slices of a flush."""
+    return build_block([b"key %d" % i for i in range(100)], [b"v" * 4096] * 100)
+
+
+async def _fill(host: BucketService, size: float) -> None:
+    """Write large blocks until the tail has so many bytes."""
+    while host.bucket.tail.bytes < size:
+        await host.write(_large_block(), b"", None, 0)
+
+
 @pytest.mark.asyncio
 async def test_bulk_writes_fill_the_tail_as_slices_are_stored_and_small_ones_do_not_wait(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,8 +122,7 @@ async def test_bulk_writes_fill_the_tail_as_slices_are_stored_and_small_ones_do_
         put(*args)
 
     monkeypatch.setattr(host.disk.store, "put_flush", held)
-    # Keys of all slices.
-    large = build_block([b"key %d" % i for i in range(100)], [b"v" * 4096] * 100)
+    large = _large_block()
     small, tail = build_block([b"key"], [b"v"]), host.bucket.tail
 
     async def all_numbered_but_those_that_wait() -> int:
@@ -123,8 +133,7 @@ async def test_bulk_writes_fill_the_tail_as_slices_are_stored_and_small_ones_do_
 
     async with asyncio.timeout(WAIT_SECONDS):
         # Three fifths of the limit, at which a flush begins.
-        while tail.bytes < 4.8 * mib:
-            await host.write(large, b"", None, 0)
+        await _fill(host, 4.8 * mib)
         await until(lambda: slices)
         began, at = tail.bytes, time.monotonic()
         tasks = [asyncio.create_task(host.write(large, b"", None, 0)) for _ in range(16)]
@@ -158,22 +167,16 @@ async def test_bulk_writes_are_taken_up_to_the_whole_limit_while_flushes_fail(
         assert go_on.acquire(timeout=WAIT_SECONDS)
         raise OSError(errno.EIO, "no")
 
-    large = build_block([b"key %d" % i for i in range(100)], [b"v" * 4096] * 100)
-
-    async def fill(size: float) -> None:
-        while tail.bytes < size:
-            await host.write(large, b"", None, 0)
-
     async with asyncio.timeout(WAIT_SECONDS):
         with monkeypatch.context() as patch:
             patch.setattr(host.disk.store, "put_flush", fails)
-            await fill(4.8 * mib)
+            await _fill(host, 4.8 * mib)
             await until(lambda: tried)
             go_on.release()
             # It is tried again, and known to fail.
             await until(lambda: len(tried) == 2)
             with pytest.raises(StorageFailedError, match="the tail cannot be stored"):
-                await fill(2 * 8 * mib)
+                await _fill(host, 2 * 8 * mib)
             assert tail.bytes >= 8 * mib
             go_on.release(1000)
         assert await host.close()

@@ -119,11 +119,11 @@ def test_a_nearly_full_disk_is_left_what_it_has(
     def free(bytes_: int) -> Callable[[int], os.statvfs_result]:
         return lambda _: os.statvfs_result((1, 1, 0, 0, bytes_, 0, 0, 0, 0, 255))
 
-    monkeypatch.setattr(os, "fstatvfs", free(2 * needed))
+    monkeypatch.setattr(os, "statvfs", free(2 * needed))
     store._extend(block for _, _, block in blocks)
     assert not pieces
     # What the last pages are expected to leave is counted as well.
-    monkeypatch.setattr(os, "fstatvfs", free(3 * needed))
+    monkeypatch.setattr(os, "statvfs", free(3 * needed))
     store._extend(block for _, _, block in blocks)
     assert pieces
     store.close()

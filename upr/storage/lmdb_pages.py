@@ -314,6 +314,12 @@ def check_length(folder: Path) -> None:
             )
 
 
+def free_bytes(where: Path | int) -> int:
+    """Return how many bytes are free for this process in the file system of a path or descriptor."""
+    disk = os.statvfs(where)
+    return disk.f_bavail * disk.f_frsize
+
+
 def map_bytes(folder: Path) -> int:
     """Return the size of the map for the environment in a folder, in bytes.
 

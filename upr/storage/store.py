@@ -41,7 +41,7 @@ from upr.storage.keyspace import (
     ProducerRow,
     ProducerSeen,
 )
-from upr.storage.lmdb_pages import DATA_FILE, check_length, map_bytes
+from upr.storage.lmdb_pages import DATA_FILE, check_length, free_bytes, map_bytes
 from upr.storage.producer_numbers import (
     Counts,
     Numbers,
@@ -260,9 +260,8 @@ class Store:
             return
         # The transaction may do without.
         with suppress(OSError), (self._folder / DATA_FILE).open("r+b", buffering=0) as file:
-            disk = os.fstatvfs(file.fileno())
             # On a nearly full disk others need what the zeros would take until they are given up.
-            if disk.f_bavail * disk.f_frsize < 2 * (end - first):
+            if free_bytes(file.fileno()) < 2 * (end - first):
                 return
             if os.path.samestat(os.fstat(file.fileno()), self._file):
                 _write_zeros(file, first, end)

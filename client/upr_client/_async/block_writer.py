@@ -1,6 +1,5 @@
 """Block writer: one call on which writes are numbered, sent in order, answered, and sent again after a lost connection."""
 
-import copy
 import logging
 import random
 from collections import deque
@@ -12,7 +11,7 @@ from typing import TypeVar
 from upr_client import backoff
 from upr_client._async.call import BucketHandle, Call, Stubs
 from upr_client._async.io import Background, Event, NextTurn, Once, Semaphore, mutex, now
-from upr_client.endpoints import is_elsewhere, moves_on
+from upr_client.endpoints import moves_on
 from upr_client.writes import (
     DURABILITIES,
     Applied,
@@ -21,6 +20,8 @@ from upr_client.writes import (
     Group,
     Row,
     WriteResult,
+    is_behind,
+    not_applied,
     part_of,
     partly_refused,
     partly_written,
@@ -348,7 +349,7 @@ class AsyncBlockWriter:
                 waited = now() - self._progress_at
                 limit = self._connection.retry_seconds
                 # The call ended for what was refused in front of these, and the server is well.
-                behind = _is_behind(error) and self._progress_at != answered_at
+                behind = is_behind(error) and self._progress_at != answered_at
                 late = limit is not None and waited >= limit and not behind
                 if late or not why.retriable:
                     self._fail_all(why)
@@ -618,7 +619,7 @@ class AsyncBlockWriter:
         self._unsent.clear()
         # What waits for its turn would be tried no longer than what is in front of it.
         while (group := self._gathering.take()) is not None:
-            self._tell(group, [], {}, _not_applied(error))
+            self._tell(group, [], {}, not_applied(error))
 
     def _failure(self, write: Write, error: UprError) -> UprError:
         if write.unknown:
@@ -628,11 +629,11 @@ class AsyncBlockWriter:
             )
         if write.failed is not None:
             return write.failed
-        if write.refused is not None and not _is_behind(write.refused):
+        if write.refused is not None and not is_behind(write.refused):
             if not write.results:
                 return write.refused
             return partly_written(write.refused)
-        return _not_applied(error)
+        return not_applied(error)
 
 
 def _given(outcome: T | UprError | None) -> T:
@@ -641,21 +642,3 @@ def _given(outcome: T | UprError | None) -> T:
         raise outcome
     assert outcome is not None
     return outcome
-
-
-def _is_behind(error: UprError) -> bool:
-    """Return whether a write, or a call, was refused only for the sake of a write in front."""
-    return error.reason == OutOfOrderError.default_reason
-
-
-def _not_applied(error: UprError) -> UprError:
-    """Return the error of a write that was not sent, or not taken, because of this one."""
-    if not error.retriable or is_elsewhere(error):
-        return error
-    words = f"the write was not applied: {error.message}"
-    if error.reason in (UnknownOutcomeError.default_reason, OutOfOrderError.default_reason):
-        # Of this write the outcome is known, and the numbers are the SDK's.
-        return UnavailableError(words, hint=error.hint)
-    told = copy.copy(error)
-    told.message = words
-    return told

@@ -178,6 +178,9 @@ class Catalog:
 
     A server that is no replica and belongs to no set of servers yet draws the id of one.
 
+    Attributes:
+        dropped: set when a dropped bucket was closed; for whoever clears it.
+
     Raises:
         DataDirectoryError, DataDamagedError: no bucket can be opened, or two have the same name.
     """

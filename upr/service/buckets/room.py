@@ -5,7 +5,6 @@ The disk's reserve is the worst case of storing the tails, so it grows with them
 a write without room waits for a flush, which frees the journal's copy of the tail.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ import lmdb
 
 from upr.engine.tail import Tail
 from upr.storage.journal import ROOM_BYTES
+from upr.storage.lmdb_pages import free_bytes
 from upr.storage.store import Store
 from upr_protocol.errors import NoRoomError, QuotaExceededError, TooManyError
 from upr_protocol.limits import SMALL_WAITING_BYTES_MAX, SMALL_WRITE_BYTES, WAITING_BYTES_MAX
@@ -106,12 +106,6 @@ class DiskRoom:
         for tail in self._tails:
             room -= tail.volatile_bytes + GROWTH * tail.bytes + BUCKET_BYTES
         return room
-
-
-def free_bytes(path: Path) -> int:
-    """Return how many bytes of a file system are free for this process."""
-    disk = os.statvfs(path)
-    return disk.f_bavail * disk.f_frsize
 
 
 def _reserve(store: Store) -> int:

@@ -39,7 +39,6 @@ from upr.service.admin import (
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.keepers import is_connected
-from upr.service.buckets.room import free_bytes
 from upr.service.overload.callers import Turns
 from upr.service.overload.process import memory_bytes
 from upr.service.sight.explanation import ServerSide, explain, position_of, to_json
@@ -53,6 +52,7 @@ from upr.service.sight.metrics import (
     counted_streams,
 )
 from upr.service.sight.web import Answer, Page, Request
+from upr.storage.lmdb_pages import free_bytes
 from upr_protocol.errors import (
     BucketGoneError,
     BucketNotFoundError,

@@ -21,11 +21,11 @@ from upr.engine.partitions import DEAD
 from upr.service.admin import Process, replicas_of
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.buckets.room import free_bytes
 from upr.service.overload.callers import Turns
 from upr.service.overload.process import BOUNDS_MS, memory_bytes
 from upr.service.sight.counts import BOUNDS_SECONDS, refusals
 from upr.service.storage_trouble import Failing
+from upr.storage.lmdb_pages import free_bytes
 from upr_protocol.limits import METRICS_CONSUMERS
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
