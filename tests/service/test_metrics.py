@@ -119,6 +119,31 @@ async def test_trouble_with_the_disk_turns_readiness_and_is_counted(
 
 
 @pytest.mark.asyncio
+async def test_a_bucket_that_only_cannot_be_compacted_is_ready(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    fails = tmp_path / "fails"
+    fails.touch()
+    armed = f"merge.before_commit=error-while:EIO:{fails}"
+    flushes = ("--tail-bytes", "65536", "--flush-seconds", "0.05")
+    server = server_process(*HTTP, *flushes, environment={"UPR_FAILPOINTS": armed})
+    address, number = http_of(server), 0
+    async with AsyncClient(server.target) as client:
+
+        async def written() -> Numbers:
+            nonlocal number
+            number += 1
+            await client.bucket().set(b"key", b"%d" % number)
+            return await told(address)
+
+        bad = await poll(written, lambda one: one["upr_bucket_up", ""] == 0)
+        assert bad["upr_problems_begun_total", "merge"] == 1
+        assert (await asked(address, "/readyz")).status == 200
+        fails.unlink()
+        await poll(written, lambda one: one["upr_bucket_up", ""] == 1)
+
+
+@pytest.mark.asyncio
 async def test_a_replica_is_ready_when_it_is_in_step(
     server_process: StartServer, tmp_path: Path
 ) -> None:

@@ -349,6 +349,7 @@ async def test_segments_that_cannot_be_removed_are_tried_again_and_fail_nothing_
         host.flusher.wanted.set()
         await until(lambda: host.problem is not None)
         assert "journal segments cannot be removed" in str(host.problem)
+        assert host.serves
         # All is stored, and no flush is under way: it would be tried again for ever.
         await until(lambda: not host.flusher.busy)
         assert not host.bucket.tail.bytes

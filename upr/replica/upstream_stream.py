@@ -215,7 +215,7 @@ class UpstreamStream:
         if not self._unanswered:
             self._bucket.may_undo = False
         # Of a server that cannot store anything now the first block decides.
-        if self._host.problem is None:
+        if self._host.serves:
             self._goes_on()
         await self._start(again)
 

@@ -90,7 +90,7 @@ async def find_newest(host: BucketService, lookup: Lookup) -> None:
         if not table.serves(partition):
             lookup.fail([partition], table.refusal(partition))
     if host.disk.gone is not None:
-        raise host.disk.gone
+        raise host.disk.gone.with_traceback(None)
     in_tail = _tail_search(host, lookup)
     if in_tail.is_quick:
         # Waking a thread takes longer.

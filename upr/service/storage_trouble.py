@@ -34,6 +34,10 @@ class Failing(StrEnum):
     PRODUCERS = "producers cannot be forgotten"
 
 
+_UNSEEN: Final = frozenset({Failing.SEGMENTS, Failing.MERGE, Failing.PURGE, Failing.PRODUCERS})
+"""What no call fails for, or waits for."""
+
+
 _FULL: Final = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -134,3 +138,8 @@ class Troubles:
         """Return the problem that lasts longest; None without one."""
         oldest = next(iter(self._now.values()), None)
         return None if oldest is None else oldest.problem()
+
+    @property
+    def only_unseen(self) -> bool:
+        """Whether all operations that fail are such as no call fails for, or waits for."""
+        return self._now.keys() <= _UNSEEN

@@ -283,6 +283,11 @@ class BucketService:
     def problem(self) -> UprError | None:
         return self.bucket.failure or self.disk.troubles.problem()
 
+    @property
+    def serves(self) -> bool:
+        """Whether the bucket does what calls ask for: there is no ``problem``, or one of the background only."""
+        return self.bucket.failure is None and self.disk.troubles.only_unseen
+
     def _tell(self) -> None:
         if self._on_failure is not None:
             task = asyncio.create_task(self._on_failure())
@@ -314,7 +319,7 @@ class BucketService:
         """
         bucket, now = self.bucket, self.disk.clock.now
         if self.disk.gone is not None:
-            raise self.disk.gone
+            raise self.disk.gone.with_traceback(None)
         check_values(block, self.max_value_bytes)
         needed = block.column_bytes + block.runs.nbytes
         waited, stored = True, None
@@ -680,7 +685,7 @@ class BucketService:
 
     def _check_works(self) -> None:
         if self.disk.gone is not None:
-            raise self.disk.gone
+            raise self.disk.gone.with_traceback(None)
         if self.bucket.failure is not None:
             raise self.bucket.failure.with_traceback(None)
 

@@ -413,8 +413,8 @@ class Catalog:
 
     @property
     def fine(self) -> dict[str, bool]:
-        """By bucket, whether its storage has no problem."""
-        return {host.bucket.identity.name: host.problem is None for host in self.hosts} | {
+        """By bucket, whether it serves."""
+        return {host.bucket.identity.name: host.serves for host in self.hosts} | {
             damaged.name: False for damaged in self.damaged
         }
 

@@ -107,7 +107,7 @@ class Disk:
 
     Attributes:
         identity: the bucket's, as the store has it.
-        gone: set when the bucket is dropped.
+        gone: set when the bucket is dropped. Raised again and again, it must not keep the frames of all callers.
         stopping: whether the bucket is being closed.
 
     Raises:
@@ -207,17 +207,19 @@ class Disk:
 
     async def _in(self, run: Callable[[_C], Awaitable[_T]], call: _C) -> _T:
         if self.gone is not None:
-            raise self.gone
+            raise self.gone.with_traceback(None)
         result = await run(call)
         if self.gone is not None:
             # The bucket was dropped meanwhile: the read may be incomplete, and the folder renamed.
-            raise self.gone
+            raise self.gone.with_traceback(None)
         return result
 
     def check_open(self) -> None:
         """Raise BucketGoneError or ShuttingDownError while the bucket is being closed."""
         if self.stopping:
-            raise self.gone or ShuttingDownError("the server is stopping", hint="connect again")
+            if self.gone is not None:
+                raise self.gone.with_traceback(None)
+            raise ShuttingDownError("the server is stopping", hint="connect again")
 
     def refresh_quota(self) -> None:
         """Measure the bucket's size in a reader thread, without waiting for it."""

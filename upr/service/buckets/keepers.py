@@ -428,7 +428,7 @@ class ProducerKeeper:
                 # Read again if the tail was shortened meanwhile: its rows may be in the store now.
                 continue
             if disk.gone is not None:
-                raise disk.gone
+                raise disk.gone.with_traceback(None)
             try:
                 return bucket.open_producer(name, last)
             except TooManyError:
