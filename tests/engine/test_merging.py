@@ -10,8 +10,10 @@ import pytest
 from tests.storage.stored_blocks import heads_of
 from upr.engine.compaction import (
     BLOCK_COST,
+    DIFFERENT_TAILS,
     FAN_IN,
     JOIN_BYTES,
+    Backlog,
     hardly_repeats,
     plan_merge,
     plan_whole,
@@ -19,7 +21,7 @@ from upr.engine.compaction import (
     small_ones,
 )
 from upr.storage.blocks import BlockHashes, BlockRange, Head, last_complete
-from upr_protocol.limits import BLOCK_COLUMN_BYTES
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
 
 P = 5
 
@@ -237,3 +239,62 @@ def test_every_flush_of_few_rows_does_not_rewrite_everything() -> None:
         tiers.flush()
     assert tiers.heads[0].size == large
     assert tiers.rewritten < large * math.log2(900)
+
+
+PLENTY = 2**40
+
+
+def backlog_of(*waiting: int, share: int = 100) -> Backlog:
+    """Return a backlog of partitions that wait, where so many bytes are a partition's share of a tail."""
+    backlog = Backlog(share * PARTITIONS)
+    backlog.waiting = dict.fromkeys(waiting)
+    return backlog
+
+
+def test_while_flushes_follow_one_another_a_partition_waits_for_its_share_of_a_tail() -> None:
+    backlog = backlog_of(3, 5)
+    for partition in (3, 4):
+        backlog.flushed(partition, 60)
+    assert backlog.take(PARTITIONS, PLENTY) == []
+    backlog.flushed(3, 40)
+    assert backlog.take(PARTITIONS, PLENTY) == [3]
+    assert list(backlog.waiting) == [5]
+    # It counts until nothing is to be compacted there.
+    backlog.waiting[3] = None
+    assert backlog.take(PARTITIONS, PLENTY) == [3]
+    backlog.in_order(3)
+    backlog.waiting[3] = None
+    assert backlog.take(PARTITIONS, PLENTY) == []
+
+
+def test_where_keys_hardly_repeat_many_tails_wait() -> None:
+    backlog = backlog_of(3, 5, 7)
+    for partition in (3, 5, 7):
+        backlog.flushed(partition, 100 * DIFFERENT_TAILS - 1)
+    backlog.compared(3, repeats=False)
+    backlog.rewritten(5, 100, 91)
+    backlog.rewritten(7, 100, 90)
+    assert backlog.take(PARTITIONS, PLENTY) == [7]
+    backlog.compared(3, repeats=True)
+    backlog.flushed(5, 1)
+    assert backlog.take(PARTITIONS, PLENTY) == [3, 5]
+
+
+def test_little_room_shortens_the_wait_and_none_ends_it() -> None:
+    def taken(flushed: int, room: int) -> bool:
+        backlog = backlog_of(3)
+        backlog.compared(3, repeats=False)
+        backlog.flushed(3, flushed)
+        return backlog.take(PARTITIONS, room) == [3]
+
+    # A quarter of the room, dealt to all partitions.
+    assert [taken(size, 200 * PARTITIONS) for size in (49, 50)] == [False, True]
+    assert taken(0, 0)
+    assert taken(0, -PLENTY)
+
+
+def test_once_flushes_pause_those_that_wait_longest_are_taken() -> None:
+    backlog = backlog_of(9, 2, 7, 4)
+    assert backlog.take(2, None) == [2, 9]
+    assert backlog.take(2, None) == [4, 7]
+    assert backlog.take(2, None) == []

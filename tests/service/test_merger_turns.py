@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import pass_turns, until
 from tests.raw import all_rows
 from tests.service.bucket_state import started
 from tests.service.keys import some_keys
@@ -15,7 +16,7 @@ from upr.config import ServerConfig
 from upr.engine.compaction import FAN_IN, JOIN_BYTES, plan_merge
 from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
-from upr.service.buckets.compactor import LOOK_PARTITIONS
+from upr.service.buckets.compactor import DIRECT_BYTES, LOOK_PARTITIONS
 from upr.storage.blocks import BlockCursor, BlockRange
 from upr_protocol.block import build_block
 from upr_protocol.errors import DataDamagedError
@@ -89,8 +90,8 @@ async def compact(host: BucketService) -> list[int]:
     """Have the compactor look until it has nothing to do, and return the rows of the partition's blocks."""
     # Its own task, which waits for its turn, may have taken it.
     host.compactor.note([P])
-    while waiting := list(host.compactor._waiting):
-        host.compactor._waiting.clear()
+    while waiting := list(host.compactor._backlog.waiting):
+        host.compactor._backlog.waiting.clear()
         await host.compactor._merge(waiting)
     return [head.rows for head in host.disk.store.heads(P)]
 
@@ -124,10 +125,56 @@ async def test_a_partition_is_looked_at_once_a_flush_may_have_left_something_to_
             await flush(host, rows)
             heads = host.disk.store.heads(P)
             found = plan_merge(P, heads, (), host.compactor.settled_of(P, heads))
-            assert (P in host.compactor._waiting) == (found is not None)
+            assert (P in host.compactor._backlog.waiting) == (found is not None)
             wanted.add(found is not None)
             await compact(host)
         assert wanted == {True, False}
+
+
+@pytest.mark.asyncio
+async def test_compaction_waits_while_flushes_follow_one_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compactor_module, "FIRST_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(compactor_module, "QUIET_SECONDS", 3600.0)
+    host = started(BucketService(folder, ServerConfig(folder)))
+
+    def blocks() -> int:
+        return len(host.disk.store.heads(P))
+
+    flushes = 3 * FAN_IN
+    for number in range(flushes):
+        await flush(host, dict.fromkeys(some_keys(P, 9), b"%d" % number))
+        await pass_turns()
+    assert blocks() == flushes
+    monkeypatch.setattr(compactor_module, "QUIET_SECONDS", 0.0)
+    host.compactor.note([P])
+    await until(lambda: blocks() == 1)
+    monkeypatch.setattr(compactor_module, "QUIET_SECONDS", 3600.0)
+    # A partition's share of a tail is reached at once.
+    large = {key: bytes(host.flusher.tail_limit // PARTITIONS) for key in some_keys(P, 2)}
+    await flush(host, large)
+    await until(lambda: blocks() == 1)
+    # Where room is short, as below a quota, nothing waits.
+    await flush(host, dict.fromkeys(some_keys(P, 9), b""))
+    await pass_turns()
+    assert host.compactor.waiting == 1
+    host.disk.quota.limit = 1
+    host.compactor.note([P])
+    await until(lambda: host.compactor.waiting == 0)
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+async def test_small_blocks_of_a_large_partition_are_joined_after_a_restart(folder: Path) -> None:
+    """Its process before may have left them to wait."""
+    sizes = [DIRECT_BYTES] + [100] * FAN_IN
+    async with compacted_by_hand(folder) as host:
+        keys = iter(some_keys(P, len(sizes)))
+        for size in sizes:
+            await flush(host, {next(keys): bytes(size)})
+    async with compacted_by_hand(folder) as host:
+        assert await compact(host) == [1, FAN_IN]
 
 
 @pytest.mark.asyncio
@@ -140,7 +187,7 @@ async def test_a_partition_with_a_cut_is_looked_at_after_each_flush(
         monkeypatch.setattr(type(host.bucket.cuts), "pinned", lambda self, partition: (40,))
         for _ in range(2):
             await flush(host, {keys[0]: b"v"})
-            assert P in host.compactor._waiting
+            assert P in host.compactor._backlog.waiting
             await compact(host)
         assert P not in host.compactor._costs
 
@@ -151,7 +198,7 @@ async def test_a_purge_has_its_partition_looked_at_again(folder: Path) -> None:
         await looked_at(host)
         one = BlockRange(P, tuple(host.disk.store.heads(P)))
         await host.compactor.rewrite(one, await host.compactor.examine(one))
-        assert P in host.compactor._waiting
+        assert P in host.compactor._backlog.waiting
         assert P not in host.compactor._costs
 
 
@@ -162,7 +209,7 @@ async def test_a_partition_that_is_damaged_costs_nothing_more(folder: Path) -> N
         host.compactor.damaged({P: DataDamagedError("by hand")})
         await flush(host, {keys[0]: b"v"})
         assert P not in host.compactor._costs
-        assert P not in host.compactor._waiting
+        assert P not in host.compactor._backlog.waiting
 
 
 @pytest.mark.asyncio
@@ -182,9 +229,9 @@ async def test_what_is_flushed_while_a_partition_is_looked_at_has_it_looked_at_a
             patch.setattr(host.compactor, "_look", meanwhile)
             host.compactor.note([P])
             # As its own task takes it.
-            host.compactor._waiting.clear()
+            host.compactor._backlog.waiting.clear()
             await host.compactor._merge([P])
-        assert P in host.compactor._waiting
+        assert P in host.compactor._backlog.waiting
         assert P not in host.compactor._costs
 
 

@@ -255,7 +255,7 @@ async def test_a_cut_made_while_ranges_are_chosen_is_not_crossed(
         await write_and_flush(host, some_keys(partition, 3))
         cut = host.bucket.create_cut("cut", [partition], 10**9, host.disk.clock.now())
         await write_and_flush(host, some_keys(partition, 3))
-        compactor._waiting.clear()
+        compactor._backlog.waiting.clear()
         await compactor._merge([partition])
         assert [head.end for head in host.disk.store.heads(partition)] == [3, 6]
         assert compactor.waiting == 1, "it is not looked at again"

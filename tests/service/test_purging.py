@@ -252,7 +252,7 @@ async def test_a_damaged_row_of_a_partition_keeps_only_that_one_from_being_merge
     await merge(host, P, Q)
     assert set(host.bucket.partitions.problems) == {P}
     assert (ends(host), ends(host, Q)) == ([2, 4], [4])
-    assert P not in host.compactor._waiting, "it is merged in vain for ever"
+    assert P not in host.compactor._backlog.waiting, "it is merged in vain for ever"
     assert not host.bucket.purging.any()
 
 

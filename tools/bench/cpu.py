@@ -36,7 +36,7 @@ SINGLES: Final = 3000
 TURNS: Final = (0, 1, 1, 0, 1, 0, 0, 1)
 """Who runs each load next, the server that is scraped or the other: an even drift of the machine's speed, and one that
 slows down, meet both alike; and each goes first as often."""
-IDLE_SECONDS: Final = 0.3
+IDLE_SECONDS: Final = 0.6
 IDLE_SHARE: Final = 0.03
 """Share of a core that a server uses when it is idle."""
 OPENINGS: Final = 40

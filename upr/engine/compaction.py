@@ -7,6 +7,10 @@ is rewritten only after as much data as its stretch was stored behind it: at mos
 and less often with small flushes. No compaction crosses a pinned seqno, or the last complete marker. A range whose keys
 are all different, as their stored hashes tell, counts as compacted as it is; only small blocks in it are joined.
 
+*Backlog*. While flushes follow one another, compaction would take processor and disk from the writers. So a partition
+waits until they pause, or until it has its share of a tail in new blocks; of many tails where compaction saves next to
+nothing. On a disk, or with a quota, that leaves less room it waits for less.
+
 *Tombstones*. A purged tombstone informs no reader. So it stays until it is old, and until every stream, registered
 consumer and cut has passed it; once it is very old, only cuts hold it. A reader between 0 and the purge seqno restarts
 at 0, where it has nothing to delete. While a purge is being stored, streams below its purge seqno read nothing of the
@@ -16,6 +20,7 @@ in between.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -23,7 +28,7 @@ from upr.engine.bucket import Bucket
 from upr.engine.partitions import ACTIVE
 from upr.storage.blocks import BlockHashes, BlockRange, Head, last_complete, stretches
 from upr.storage.compact import WORTH_FRACTION, Purge, PurgeLimits, repeated
-from upr_protocol.limits import BLOCK_COLUMN_BYTES
+from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
 
 FAN_IN = 4
 """Smallest number of stretches compacted together, except to save space: each compaction has a cost for each block it
@@ -32,6 +37,67 @@ JOIN_BYTES = 64 * 2**10
 """Blocks below it are joined: each has a cost for its readers. A few that one flush of a full tail makes exceed it together."""
 BLOCK_COST = 1024
 """Bytes added to each block's size, for partly filled pages and the fixed work of a block."""
+
+
+DIFFERENT_TAILS = 32
+"""Tails of new blocks whose keys hardly repeat that wait for compaction. Others wait for one: what is superseded takes
+room that the store's file keeps."""
+ROOM_SHARE = 0.25
+"""Part of the room on the disk that new blocks may take before they are compacted."""
+
+
+class Backlog:
+    """Backlog of compaction: the partitions that are to be looked at, those first that wait longest.
+
+    Attributes:
+        waiting: these partitions.
+    """
+
+    def __init__(self, tail_bytes: int) -> None:
+        self._tail_bytes = tail_bytes
+        self.waiting: dict[int, None] = {}
+        self._flushed = [0] * PARTITIONS
+        """Bytes that were stored since nothing was to be compacted."""
+        self._different: set[int] = set()
+
+    def flushed(self, partition: int, size: int) -> None:
+        self._flushed[partition] += size
+
+    def in_order(self, partition: int) -> None:
+        """Note that nothing was to be compacted."""
+        self._flushed[partition] = 0
+
+    def compared(self, partition: int, *, repeats: bool) -> None:
+        """Note whether keys of a range repeat, so that its compaction saves WORTH_FRACTION of its bytes."""
+        if repeats:
+            self._different.discard(partition)
+        else:
+            self._different.add(partition)
+
+    def rewritten(self, partition: int, before: int, after: int) -> None:
+        """Note of how many bytes a compaction has made how many."""
+        self.compared(partition, repeats=before - after >= WORTH_FRACTION * before)
+
+    def take(self, count: int, room: int | None) -> list[int]:
+        """Remove at most so many partitions that are to be looked at now, and return them, ascending.
+
+        Args:
+            room: bytes that may be stored; None while no flush is under way, when no partition waits.
+        """
+        if room is None:
+            due = iter(self.waiting)
+        else:
+            short, long = (self._share(tails, room) for tails in (1, DIFFERENT_TAILS))
+            flushed, different = self._flushed, self._different
+            due = (p for p in self.waiting if flushed[p] >= (long if p in different else short))
+        taken = sorted(islice(due, count))
+        for partition in taken:
+            del self.waiting[partition]
+        return taken
+
+    def _share(self, tails: int, room: int) -> float:
+        """Return how many new bytes of one partition wait."""
+        return min(tails * self._tail_bytes, room * ROOM_SHARE) / PARTITIONS
 
 
 def plan_merge(

@@ -304,9 +304,7 @@ class Replication:
                     extra={"bucket": identity.name, "error": str(problem)},
                 )
             # What cannot be stored here costs the upstream a whole call each time.
-            stores = host.serves and not isinstance(
-                problem, StorageFailedError | NoRoomError
-            )
+            stores = host.serves and not isinstance(problem, StorageFailedError | NoRoomError)
             await asyncio.sleep(delay(trouble.tries, random.random(), away=stores))
             trouble.tries += 1
 

@@ -1,19 +1,19 @@
 """The compactor: compaction in the background, a bounded piece at a time; purges for the operator, and a periodic sweep.
 
 One thread compares and rebuilds, the store's thread makes the transactions, and between two pieces the compactor
-rests for as long as the piece took, so that writers and readers keep at least half of the processor. It rests less
-the more blocks have gathered in the meantime.
+rests for as long as the piece took, so that writers and readers keep at least half of the processor. While flushes follow
+one another it leaves partitions alone for some time, and then rests less the more blocks have gathered.
 
 The sweep visits partitions that compaction does not.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, TypeVar
 
 import lmdb
@@ -23,6 +23,8 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket
 from upr.engine.compaction import (
+    JOIN_BYTES,
+    Backlog,
     Holder,
     PurgeAges,
     begin_purge,
@@ -74,6 +76,8 @@ HASHES_RANGE_BYTES = 128 * 2**10
 HASHES_BYTES = 4 * 2**20
 """Hashes that tell of a range whether it is worth compacting; in one that has more the keys are compared."""
 REST_SECONDS_MAX = 0.05
+QUIET_SECONDS = 0.25
+"""Flushes follow one another while blocks are stored at shorter intervals."""
 HASTE_BLOCKS = 24
 """With so many blocks in a range it is not rested at all: flushes make them faster than they are merged."""
 FIRST_LOOK_SECONDS = 5.0
@@ -113,7 +117,8 @@ class Compactor:
         self.ages = PurgeAges(
             int(config.tombstone_seconds * 1e6), int(config.purge_hold_seconds * 1e6)
         )
-        self._waiting: dict[int, None] = {}
+        self._backlog = Backlog(config.tail_bytes)
+        self._flushed_at = -math.inf
         self._wanted = asyncio.Event()
         self._stopped = asyncio.Event()
         self._first_look: asyncio.TimerHandle | None = None
@@ -128,7 +133,7 @@ class Compactor:
     @property
     def waiting(self) -> int:
         """How many partitions are to be looked at."""
-        return len(self._waiting)
+        return len(self._backlog.waiting)
 
     @property
     def stopped(self) -> bool:
@@ -140,15 +145,17 @@ class Compactor:
             # What is known of it may be out of date.
             self._costs.pop(partition, None)
             if partition not in problems:
-                self._waiting[partition] = None
-        if self._waiting:
+                self._backlog.waiting[partition] = None
+        if self._backlog.waiting:
             self._wanted.set()
 
     def flushed(self, blocks: Iterable[tuple[int, int, bytes]]) -> None:
         """Note new blocks (partition, end_seqno, bytes). Partitions in which they leave nothing to compact are not looked
         at: to read the heads of all their blocks costs more than to flush a block."""
+        self._flushed_at = time.monotonic()
         changed: dict[int, list[int] | None] = {}
         for partition, _, data in blocks:
+            self._backlog.flushed(partition, len(data))
             costs = changed[partition] = self._costs.get(partition)
             if costs is not None:
                 costs.append(cost_of(len(data)))
@@ -164,14 +171,11 @@ class Compactor:
         loop = asyncio.get_running_loop()
         self._first_look = loop.call_later(FIRST_LOOK_SECONDS, self.note, range(PARTITIONS))
         while not self.stopped:
-            if not self._waiting:
+            partitions = self._backlog.take(LOOK_PARTITIONS, self._room())
+            if not partitions:
                 self._wanted.clear()
-                await self._wanted.wait()
+                await pause(self._wanted, QUIET_SECONDS if self.waiting else None)
                 continue
-            # Those that wait longest: flushes note all of them again and again.
-            partitions = sorted(islice(self._waiting, LOOK_PARTITIONS))
-            for partition in partitions:
-                del self._waiting[partition]
             try:
                 async with self.turn:
                     await self._merge(partitions)
@@ -182,6 +186,17 @@ class Compactor:
                     return
                 self.note(partitions)
                 await self.rest(_RETRY_SECONDS)
+
+    @property
+    def _is_quiet(self) -> bool:
+        return time.monotonic() - self._flushed_at >= QUIET_SECONDS
+
+    def _room(self) -> int | None:
+        """Return the bytes that the bucket may still store; None while flushes do not follow one another."""
+        if self._is_quiet:
+            return None
+        room, quota = self._disk.room.above_reserve(), self._disk.quota
+        return min(room, quota.limit - quota.used) if quota.limit else room
 
     def stop(self) -> None:
         """Make ``run`` return after the current piece."""
@@ -218,7 +233,7 @@ class Compactor:
         for partition, error in problems.items():
             # Their frames hold all that was merged beside it.
             error.__traceback__ = error.__context__ = error.__cause__ = None
-            self._waiting.pop(partition, None)
+            self._backlog.waiting.pop(partition, None)
             self._costs.pop(partition, None)
             # Once: clients restart its streams again and again.
             if partition not in known:
@@ -232,7 +247,10 @@ class Compactor:
         ranges, problems, costs = await self.in_thread(lambda: self._look(pins))
         self.damaged(problems)
         # What was flushed meanwhile has them looked at again.
-        self._costs.update((p, found) for p, found in costs.items() if p not in self._waiting)
+        waiting = self._backlog.waiting
+        self._costs.update((p, found) for p, found in costs.items() if p not in waiting)
+        for partition in set(partitions).difference(one.partition for one in ranges):
+            self._backlog.in_order(partition)
         crossed = [one.partition for one in ranges if self.crosses_pin(one)]
         ranges = [one for one in ranges if one.partition not in crossed]
         self.note(crossed)
@@ -240,7 +258,7 @@ class Compactor:
         for one in ranges:
             (small if _is_direct(one) else large).append(one)
         blocks = sum([len(one.heads) for one in small]) / max(len(small), 1)
-        self._leisure = max(1.0 - blocks / HASTE_BLOCKS, 0.0)
+        self._leisure = 1.0 if self._is_quiet else max(1.0 - blocks / HASTE_BLOCKS, 0.0)
         for batch in _batches(small):
             if self.stopped:
                 return
@@ -290,7 +308,9 @@ class Compactor:
                 return found
             with self._store.look() as cursor:
                 known = cursor.hashes(partition, found.end, found.start, HASHES_BYTES)
-            if not hardly_repeats(found, known):
+            repeats = not hardly_repeats(found, known)
+            self._backlog.compared(partition, repeats=repeats)
+            if repeats:
                 return found
             if (small := small_ones(found)) is not None:
                 return small
@@ -298,13 +318,16 @@ class Compactor:
         return None
 
     def settled_of(self, partition: int, heads: Sequence[Head]) -> list[tuple[int, int]]:
-        """Return the ranges that were compared as a whole; a large partition was so before this start."""
+        """Return the ranges that were compared as a whole; a large partition was so before this start, but for the small
+        blocks at its end."""
         known = self._settled.get(partition)
         if known is None:
             at_start = int(self._stored_at_start[partition])
-            before = BlockRange(partition, tuple([h for h in heads if h.end <= at_start]))
-            large = not _is_direct(before)
-            known = self._settled[partition] = [(0, at_start)] if large else []
+            before = [head for head in heads if head.end <= at_start]
+            while before and before[-1].plain < JOIN_BYTES:
+                del before[-1]
+            large = before and not _is_direct(BlockRange(partition, tuple(before)))
+            known = self._settled[partition] = [(0, before[-1].end)] if large else []
         return known
 
     def _settle(self, one: BlockRange) -> None:
@@ -349,6 +372,10 @@ class Compactor:
         finally:
             end_purge(self._bucket, raised)
         self._count_input([one for one in ranges if one.partition in done])
+        sizes = {one.partition: one.size for one in ranges}
+        for one in chosen:
+            size = sum([len(data) for _, data in one.new])
+            self._backlog.rewritten(one.partition, sizes[one.partition], size)
         self._disk.counters.merge_output_rows += direct.rows
         self._disk.counters.purged_tombstones += sum(
             direct.purges[p].count for p in raised if p in done

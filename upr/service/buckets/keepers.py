@@ -55,8 +55,8 @@ def loop_micros() -> int:
     return micros(asyncio.get_running_loop().time())
 
 
-async def pause(stopping: asyncio.Event, seconds: float) -> None:
-    """Wait for a time, or until a worker is to stop."""
+async def pause(stopping: asyncio.Event, seconds: float | None) -> None:
+    """Wait for a time, None for any, or until a worker is to stop."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await stopping.wait()
