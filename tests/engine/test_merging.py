@@ -280,6 +280,18 @@ def test_where_keys_hardly_repeat_many_tails_wait() -> None:
     assert backlog.take(PARTITIONS, PLENTY) == [3, 5]
 
 
+def test_a_partition_that_was_not_compared_waits_as_most_of_the_others_do() -> None:
+    backlog = backlog_of(3)
+    backlog.flushed(3, 100)
+    for other in (5, 6, 7):
+        backlog.compared(other, repeats=False)
+    backlog.compared(8, repeats=True)
+    assert backlog.take(PARTITIONS, PLENTY) == []
+    for other in (5, 6):
+        backlog.compared(other, repeats=True)
+    assert backlog.take(PARTITIONS, PLENTY) == [3]
+
+
 def test_little_room_shortens_the_wait_and_none_ends_it() -> None:
     def taken(flushed: int, room: int) -> bool:
         backlog = backlog_of(3)

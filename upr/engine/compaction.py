@@ -58,7 +58,7 @@ class Backlog:
         self.waiting: dict[int, None] = {}
         self._flushed = [0] * PARTITIONS
         """Bytes that were stored since nothing was to be compacted."""
-        self._different: set[int] = set()
+        self._repeats: dict[int, bool] = {}
 
     def flushed(self, partition: int, size: int) -> None:
         self._flushed[partition] += size
@@ -69,10 +69,7 @@ class Backlog:
 
     def compared(self, partition: int, *, repeats: bool) -> None:
         """Note whether keys of a range repeat, so that its compaction saves WORTH_FRACTION of its bytes."""
-        if repeats:
-            self._different.discard(partition)
-        else:
-            self._different.add(partition)
+        self._repeats[partition] = repeats
 
     def rewritten(self, partition: int, before: int, after: int) -> None:
         """Note of how many bytes a compaction has made how many."""
@@ -88,8 +85,12 @@ class Backlog:
             due = iter(self.waiting)
         else:
             short, long = (self._share(tails, room) for tails in (1, DIFFERENT_TAILS))
-            flushed, different = self._flushed, self._different
-            due = (p for p in self.waiting if flushed[p] >= (long if p in different else short))
+            flushed, repeats = self._flushed, self._repeats
+            # Keys are dealt to partitions by their hashes, so others are mostly like those that were compared.
+            usual = 2 * sum(repeats.values()) >= len(repeats)
+            due = (
+                p for p in self.waiting if flushed[p] >= (short if repeats.get(p, usual) else long)
+            )
         taken = sorted(islice(due, count))
         for partition in taken:
             del self.waiting[partition]
