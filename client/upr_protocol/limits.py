@@ -202,7 +202,8 @@ LEASE_SECONDS_MAX: Final = 3600.0
 MEMBERS_MAX: Final = 256
 """Members of one group."""
 OWNERS_REMEMBERED: Final = 2000
-"""Consumers whose last call without a member may still save, open or not; FOLLOW_CALLS_MAX of them can be open."""
+"""Consumers whose last call without a member may still save, and as many groups, open or not; FOLLOW_CALLS_MAX calls can be
+open."""
 BUCKETS_MAX: Final = 32
 """Buckets of one server: each has a journal, a store and threads of its own."""
 SET_MEMBERS_MAX: Final = 64

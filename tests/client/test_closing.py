@@ -6,10 +6,17 @@ import threading
 import pytest
 
 from tests.client._async.adapter import running as running_async
+from tests.client._async.adapter import serve
 from tests.client._sync.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
-from upr_client import AsyncClient, Client
+from tests.client.scripted import Expect, HalfClosed, Hold, applied, write_opened
+from tests.harness import WAIT_SECONDS, until
+from upr_client import AsyncClient, Change, Client, Group, MemoryPositions
 from upr_client.errors import ClosedError, UnavailableError
+from upr_protocol.partitioning import partition_of
+
+KEY = b"key"
+P = partition_of(KEY)
 
 
 @pytest.mark.asyncio
@@ -35,6 +42,96 @@ async def test_a_task_that_is_cancelled_is_cancelled() -> None:
             await waiting
         with pytest.raises(UnavailableError, match="did not answer in time"):
             await client.bucket().get(b"k", seconds=0.05)
+
+
+async def cancel_all() -> None:
+    """Cancel all tasks but this one, the SDK's too, as ``asyncio.run`` does at its end."""
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_who_ends_after_all_tasks_were_cancelled_may_still_write(target: str) -> None:
+    async with asyncio.timeout(WAIT_SECONDS), AsyncClient(target) as client:
+        bucket = client.bucket()
+        await bucket.set(b"a", b"1")
+        await cancel_all()
+        await bucket.set(b"b", b"2")
+        async with bucket.writer(linger_seconds=0) as writer:
+            await writer.set(b"c", b"3")
+            await cancel_all()
+            await writer.set(b"d", b"4")
+            await cancel_all()
+            await writer.flush()
+            await writer.set(b"e", b"5")
+            await cancel_all()
+        written = {b"a": b"1", b"b": b"2", b"c": b"3", b"d": b"4", b"e": b"5"}
+        assert await bucket.get_many(list(written)) == written
+
+
+@pytest.mark.asyncio
+async def test_what_is_under_way_when_all_tasks_are_cancelled_is_sent_again_under_its_number() -> (
+    None
+):
+    first = [Expect("open"), write_opened(), Expect("write"), Hold()]
+    second = [Expect("open"), write_opened(1), Expect("write"), applied(1, (P, 0, 1)), HalfClosed()]
+    async with serve(write=[first, second]) as server, AsyncClient(server.target) as client:
+        writing = asyncio.create_task(client.bucket().set(KEY, b"1"))
+        await until(lambda: server.calls["write"] and server.calls["write"][0].of("write"))
+        for task in asyncio.all_tasks():
+            if task.get_name().startswith("upr-write"):
+                task.cancel()
+        assert (await asyncio.wait_for(writing, WAIT_SECONDS)).seqno == 1
+        numbers = [[one.number for one in call.of("write")] for call in server.calls["write"]]
+        assert numbers == [[1], [1]]
+
+
+class NoPositions(MemoryPositions):
+    """A store that cannot be written."""
+
+    def save(self, positions: object) -> None:
+        raise OSError("no disk")
+
+
+@pytest.mark.asyncio
+async def test_what_fails_when_a_client_is_closed_holds_up_nothing_else(target: str) -> None:
+    client = AsyncClient(target)
+    bucket = client.bucket()
+    await bucket.set(b"a", b"1")
+    changes = await bucket.changes(resume=NoPositions()).__aenter__()
+    await anext(changes)
+    await anext(changes)
+    writer = await bucket.writer(linger_seconds=3600).__aenter__()
+    await writer.set(b"b", b"2")
+    with pytest.raises(OSError, match="no disk"):
+        await client.close()
+    async with AsyncClient(target) as other:
+        assert await other.bucket().get(b"b") == b"2"
+
+
+@pytest.mark.asyncio
+async def test_a_member_that_is_cancelled_while_it_renews_its_lease_misses_nothing(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    keys = [b"%d" % i for i in range(10)]
+    async with asyncio.timeout(WAIT_SECONDS), AsyncClient(target) as client:
+        bucket = client.bucket()
+        await bucket.write_many([(key, b"v") for key in keys])
+        seen = list[object]()
+        async with bucket.changes(resume=Group("g", member="m")) as changes:
+            # Each change, and the marker behind it.
+            while len(seen) < 2 * len(keys):
+                seen.append(await anext(changes))
+                if changes._following.taken is not None:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(changes, "_keep_share", cancelled)
+                        with pytest.raises(asyncio.CancelledError):
+                            await anext(changes)
+        assert sorted(one.key for one in seen if isinstance(one, Change)) == keys
 
 
 def test_a_thread_learns_that_its_client_was_closed() -> None:

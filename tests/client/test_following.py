@@ -1,5 +1,6 @@
 """What is to be done next, and what a message comes to, decided without I/O: cases that a real server rarely makes."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -258,9 +259,9 @@ ONE_UNACKNOWLEDGED = ChangesOptions(
 )
 
 
-def with_a_frame_that_waits() -> World:
+def with_a_frame_that_waits(options: ChangesOptions = ONE_UNACKNOWLEDGED) -> World:
     """A consumer with a frame behind what the application has not acknowledged."""
-    made = World(ONE_UNACKNOWLEDGED)
+    made = World(options)
     made.open()
     made.starts()
     made.take(answers(started(1, 11)), frame((11, run_block(1, 0, 1))))
@@ -268,6 +269,15 @@ def with_a_frame_that_waits() -> World:
     made.following.acknowledge()
     made.take(frame((11, run_block(1, 1, 2))))
     return made
+
+
+def test_what_waits_for_acknowledgements_is_bounded_in_bytes_too() -> None:
+    def held(limit: int) -> bool:
+        tuning = Tuning(unacknowledged_bytes=limit)
+        options = replace(ONE_UNACKNOWLEDGED, tuning=tuning)
+        return with_a_frame_that_waits(options).following.waits_for_acknowledgements
+
+    assert [held(limit) for limit in (1, 2**20)] == [True, False]
 
 
 def test_the_end_of_the_call_does_not_wait_for_acknowledgements() -> None:

@@ -1,6 +1,6 @@
 """The ledger of acknowledgements against the plain rule: a position never passes what is not acknowledged."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -182,6 +182,7 @@ def test_any_order(runs: list[tuple[int, Run]], rng: object, frames: int) -> Non
         else:
             assert ledger.acknowledge(waiting.pop(int(chance() * len(waiting))))
         assert ledger.outstanding == len(waiting)
+        assert bool(ledger.outstanding_bytes) == bool(waiting)
         for partition in (3, 700):
             open_seqnos = [c.seqno for c in waiting if c.partition == partition]
             position = ledger.position(partition, at(0))
@@ -225,10 +226,39 @@ def test_what_piled_up_is_undone_where_the_rollback_says() -> None:
     assert not ledger.acknowledge(rest[3]), "seqno 5 of the branch that was undone"
     assert ledger.position(3, at(5)).seqno == 0
     ledger.acknowledge(waits)
-    assert ledger.position(3, at(5)).seqno == 1
+    # All at and below the marker is acknowledged, and comes no more.
+    position = ledger.position(3, at(5))
+    assert (position.seqno, position.horizon, position.markers) == (4, 4, (1, 4))
     assert ledger.acknowledge(other)
     assert ledger.position(3, at(5)).seqno == 5
     assert ledger.outstanding == 0
+
+
+def test_a_batch_counts_in_bytes_while_any_of_its_changes_waits() -> None:
+    ledger = begun(3, 4)
+    first = deliver(ledger, [(3, run_of(0, [1, 2], 2, 2)), (4, run_of(0, [1], 1, 1))])
+    size = ledger.outstanding_bytes
+    assert size == sum(block_of(3, run_of(0, range(n), n, n)).column_bytes for n in (2, 1))
+    second = deliver(ledger, [(3, run_of(2, [3], 3, 3)), (4, run_of(1, [], 5, 5))])
+    assert ledger.outstanding_bytes > size
+    ledger.acknowledge(second[0])
+    assert ledger.outstanding_bytes == size
+    for change in first[:2]:
+        ledger.acknowledge(change)
+    assert ledger.outstanding_bytes == size
+    ledger.acknowledge(first[2])
+    assert ledger.outstanding_bytes == 0
+    ways: list[Callable[[], None]] = [
+        lambda: ledger.drop_above(3, at(3, markers=(3,))),
+        lambda: ledger.end([3]),
+        lambda: ledger.begin(3, at(3)),
+    ]
+    for drop in ways:
+        ledger.begin(3, at(3))
+        deliver(ledger, [(3, run_of(3, [4], 4, 4))])
+        assert ledger.outstanding_bytes > 0
+        drop()
+        assert ledger.outstanding_bytes == 0
 
 
 def test_a_change_of_another_branch_does_not_wait() -> None:

@@ -288,6 +288,50 @@ def test_a_save_that_a_later_one_has_overtaken_is_refused(member: str) -> None:
     assert save(second, 2) == [5]
 
 
+def test_who_is_forgotten_may_save_nothing_more() -> None:
+    owners = Owners()
+    a = join(owners, "a", 0)
+    sole = owners.open_sole("other", ())
+    hold = owners.hold(NAME, "a", a.generation, np.array([5]), 1)
+    owners.forget()
+    assert allowed(owners, "a", a.generation, [5], 1) == []
+    with pytest.raises(FencedError):
+        owners.hold("other", "", sole, np.array([5]), 1)
+    # Until the save that was under way is over, nobody else has its partition.
+    b = join(owners, "b", 2)
+    assert b.owned == set(range(PARTITIONS)) - {5}
+    owners.let_go(hold, 3)
+    assert b.read().owned == set(range(PARTITIONS))
+    owners.close(a.seat, 4, left=False)
+    assert set(owner_of(owners).values()) == {"b"}
+
+
+def test_a_generation_that_another_server_gave_is_fenced() -> None:
+    owners = Owners()
+    a = join(owners, "a", 0)
+    assert allowed(owners, "a", a.generation + 1, [5], 1) == []
+    assert allowed(owners, "a", a.generation, [5], 1) == [5]
+
+
+def test_of_too_many_groups_the_oldest_without_calls_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(members_module, "OWNERS_REMEMBERED", 3)
+    owners = Owners()
+
+    def open_group(name: str) -> Seat:
+        call = Call()
+        seat = call.seat = owners.join(name, "a", LEASE, 0, cast(Any, call), sole_is_open=False)
+        return seat
+
+    seats = [open_group(name) for name in "12345"]
+    assert list(owners) == ["1", "2", "3", "4", "5"], "all of them have calls"
+    for seat in seats[1:3]:
+        owners.close(seat, 1, left=False)
+    open_group("6")
+    assert list(owners) == ["1", "3", "4", "5", "6"]
+
+
 def test_a_reset_fences_everybody_and_moves_nothing() -> None:
     owners = Owners()
     calls = [join(owners, name, 0) for name in "ab"]

@@ -16,6 +16,7 @@ from tests.client.certificates import make_certificate
 from tests.engine.buckets import bucket
 from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
+from upr.engine.partitions import ACTIVE, REPLICA
 from upr.replica.inventory import held_of
 from upr.replica.links import Channels, Links
 from upr.replica.ownership import Ownership
@@ -54,6 +55,29 @@ async def ownership(tmp_path: Path) -> AsyncIterator[Ownership]:
     yield Ownership(catalog, config, lambda: "127.0.0.1:2")
     await catalog.close()
     directory.close()
+
+
+@pytest.mark.asyncio
+async def test_who_could_not_step_down_whole_does_it_with_the_next_call(
+    ownership: Ownership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, calls = ownership._catalog, list[bool]()
+    await catalog.create("some", version=VERSION, active=False)
+    host = catalog.find("some")
+
+    async def steps_down(*, fenced: bool) -> None:
+        host.bucket.partitions.state[:] = REPLICA
+        calls.append(fenced)
+        if len(calls) == 1:
+            raise OSError("no room")
+
+    host.bucket.partitions.state[:] = ACTIVE
+    monkeypatch.setattr(host, "step_down", steps_down)
+    with pytest.raises(OSError, match="no room"):
+        await ownership.step_down(fenced=False)
+    for _ in range(2):
+        await ownership.step_down(fenced=False)
+    assert len(calls) == 2
 
 
 @pytest.mark.asyncio

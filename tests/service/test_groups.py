@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, poll
 from tests.raw import RawClient, RawFollow, all_rows, error_of, start_at
+from tests.service.bucket_state import connected
 from tests.service.test_positions import (
     NAME,
     fill,
@@ -139,6 +141,32 @@ async def test_after_its_lease_a_paused_member_gets_no_row_and_saves_nothing(
         assert told.owned == asked
         assert told.generation > generation
         assert await save(client, told.generation, position(0, asked[0]), member="a") == []
+
+
+@pytest.mark.asyncio
+async def test_who_owned_a_consumer_before_another_server_was_active_is_fenced(
+    tmp_path: Path,
+) -> None:
+    async with connected(tmp_path) as (server, client):
+        host = server._catalog.find("default")
+        sole = await client.follow(consumer="sole")
+        a = await member(client, "a", lease=FOREVER)
+        told = await assigned(a)
+        await host.step_down(fenced=False)
+        # The other server had other owners, and gave generations of its own.
+        between = host.disk.clock.now()
+        assert between > told.generation
+        await host.activate(2, {})
+        refused = await error_of(save(client, sole.opened.generation, position(0), consumer="sole"))
+        assert refused.reason == "FENCED"
+        for generation in (told.generation, between):
+            assert await save(client, generation, position(0, 5), member="a") == [5]
+        # Its lease runs no more.
+        b = await member(client, "b", lease=FOREVER)
+        mine = await assigned(b)
+        assert len(mine.owned) == PARTITIONS
+        assert mine.generation > between
+        assert await save(client, mine.generation, position(0, 5), member="b") == []
 
 
 async def owned_by(client: RawClient, name: str) -> int:

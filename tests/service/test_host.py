@@ -797,6 +797,29 @@ async def test_what_is_active_numbers_in_its_own_epoch_until_it_steps_down(folde
 
 
 @pytest.mark.asyncio
+async def test_states_that_could_not_be_stored_are_stored_by_the_next_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = started(BucketService(folder, config(folder)))
+
+    def states() -> set[int]:
+        stored = host.disk.store.partitions().values()
+        return {row.state for row in stored if isinstance(row, PartitionRow)}
+
+    def full(*_: Any) -> None:
+        raise lmdb.DiskError("mdb_txn_commit: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.disk.store, "put_logs", full)
+        with pytest.raises(lmdb.DiskError):
+            await host.step_down(fenced=False)
+    assert states() == {ACTIVE}
+    await host.step_down(fenced=False)
+    assert states() == {REPLICA}
+    assert await asyncio.wait_for(host.close(), WAIT_SECONDS)
+
+
+@pytest.mark.asyncio
 async def test_an_active_partition_takes_over_no_log(folder: Path) -> None:
     host = started(BucketService(folder, config(folder)))
     table = host.bucket.partitions

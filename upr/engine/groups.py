@@ -137,7 +137,8 @@ class Group:
         member = self._members.get(name)
         if member is None:
             return np.zeros(len(partitions), bool)
-        granted = self._granted_at[partitions] <= np.uint64(generation)
+        # One above all that were given here is of another server.
+        granted = (self._granted_at[partitions] <= generation) & (generation <= self.generation)
         return np.asarray((self._owner[partitions] == member.slot) & granted)
 
     # Coming and going
@@ -423,6 +424,13 @@ class Owners:
         """Keep every later generation above this one."""
         self._newest = max(self._newest, generation)
 
+    def forget(self) -> None:
+        """Forget all owners, whose calls end: another server has owners of its own from now on."""
+        self._sole.clear()
+        self._groups.clear()
+        for name in list(self._saving):
+            self._drop_counts(name)
+
     def raise_generation(self) -> int:
         """Return a generation that was never used before."""
         self._newest += 1
@@ -496,7 +504,17 @@ class Owners:
         group = self._groups.get(name)
         if group is None:
             group = self._groups[name] = Group(self.raise_generation, self._counts(name))
+            self._drop_oldest()
         return group.join(member, lease, now, call)
+
+    def _drop_oldest(self) -> None:
+        """Forget a group without calls, though leases may run, where there are too many: who comes back joins anew."""
+        if len(self._groups) > OWNERS_REMEMBERED:
+            *others, _ = self._groups.items()
+            name = next((name for name, group in others if not group.has_calls), None)
+            if name is not None:
+                del self._groups[name]
+                self._drop_counts(name)
 
     def close(self, seat: Seat, now: int, *, left: bool) -> None:
         if seat.taken and left:

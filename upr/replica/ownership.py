@@ -96,6 +96,7 @@ class Ownership:
         catalog.is_newest = self._is_newest
         self._fences = 0
         self.active = not catalog.replica
+        self._is_stepping_down = False
         self.waiting = ""
         self.drained = False
         self._claiming = asyncio.Lock()
@@ -232,14 +233,18 @@ class Ownership:
             self.fencing.end()
         hosts = self._catalog.hosts
         # Of buckets that were to become active together, some may be.
-        if not (self.active or any((h.bucket.partitions.state == ACTIVE).any() for h in hosts)):
+        actives = self.active or any((h.bucket.partitions.state == ACTIVE).any() for h in hosts)
+        if not (actives or self._is_stepping_down):
             return
+        # Until all of it is stored: if that fails, the next call does it again.
+        self._is_stepping_down = True
         self.active, self._catalog.replica = False, True
         self._tell_owner()
         await asyncio.gather(*(host.step_down(fenced=fenced) for host in hosts))
         await self._catalog.settled()
         late = [host for host in self._catalog.hosts if host not in hosts]
         await asyncio.gather(*(host.step_down(fenced=fenced) for host in late))
+        self._is_stepping_down = False
         if self.fencing is not None:
             self.fencing.end()
 

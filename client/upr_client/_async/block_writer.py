@@ -10,7 +10,16 @@ from typing import TypeVar
 
 from upr_client import backoff
 from upr_client._async.call import BucketHandle, Call, Stubs
-from upr_client._async.io import Background, Event, NextTurn, Once, Semaphore, mutex, now
+from upr_client._async.io import (
+    Background,
+    Cancelled,
+    Event,
+    NextTurn,
+    Once,
+    Semaphore,
+    mutex,
+    now,
+)
 from upr_client.endpoints import moves_on
 from upr_client.writes import (
     DURABILITIES,
@@ -54,6 +63,7 @@ from upr_protocol.wire.v1 import types_pb2
 
 T = TypeVar("T")
 _logger = logging.getLogger("upr_client")
+_CLOSED = "the client was closed while the write was under way"
 
 
 @dataclass(eq=False, slots=True)
@@ -229,12 +239,13 @@ class AsyncBlockWriter:
         """See that the runner runs, before anything is taken: without it what is taken waits for ever."""
         if self._closing.is_set():
             raise ClosedError("the client was closed", hint="open a new one")
-        if self._runner is None:
+        if self._runner is None or self._runner.has_ended:
             self._runner = Background(self._run, "upr-writer")
 
     def _send_begun(self) -> None:
         with self._mutex:
             try:
+                self._start()
                 self._send_groups()
             except Exception:
                 # Rows of which no write could be made were told so.
@@ -320,6 +331,25 @@ class AsyncBlockWriter:
     # In the background.
 
     async def _run(self) -> None:
+        try:
+            await self._write()
+        except Cancelled:
+            # As at the end of a program's event loop. Whoever ends later may still write, over another call.
+            call = self._call
+            try:
+                if call is not None:
+                    await call.cancel()
+            finally:
+                with self._mutex:
+                    self._leave_call()
+                    self._runner = None
+                    if self._closing.is_set():
+                        self._fail_all(ClosedError(_CLOSED))
+                    elif self._pending:
+                        self._start()
+            raise
+
+    async def _write(self) -> None:
         attempt, away = 0, False
         while True:
             await self._work.wait()
@@ -376,7 +406,7 @@ class AsyncBlockWriter:
             )
             await self._closing.wait(seconds)
         with self._mutex:
-            self._fail_all(ClosedError("the client was closed while the write was under way"))
+            self._fail_all(ClosedError(_CLOSED))
 
     async def _one_call(self, stubs: Stubs) -> UprError:
         """Open a call, send what is pending, and stay until it ends. Return why it ended."""
@@ -408,11 +438,14 @@ class AsyncBlockWriter:
         await self._until(self._ended, stubs)
         await call.cancel()
         with self._mutex:
-            self._call, self._accepted = None, False
-            # The next server may have another limit.
-            self._value_bytes_max = VALUE_BYTES_MAX
-            self._renumber()
+            self._leave_call()
         return self._end or UnavailableError("the server ended the call")
+
+    def _leave_call(self) -> None:
+        self._call, self._accepted = None, False
+        # The next server may have another limit.
+        self._value_bytes_max = VALUE_BYTES_MAX
+        self._renumber()
 
     async def _until(self, event: Event, stubs: Stubs, seconds: float | None = None) -> bool:
         """Wait for an event of the call, at most so long; the call ends when its server is silent and another is active."""

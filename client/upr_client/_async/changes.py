@@ -456,6 +456,9 @@ class AsyncChanges:
     async def __anext__(self) -> Change | Marker | Rollback:
         following = self._following
         while True:
+            if following.ownership is not None and following.taken is not None:
+                # First: whoever is cancelled there has taken nothing.
+                await self._keep_share()
             taken = following.taken
             event = None if taken is None else taken.next_event()
             if event is not None and self._ending.is_set():
@@ -466,11 +469,8 @@ class AsyncChanges:
                 if await self._next_item() is None:
                     raise StopAsyncIteration
                 continue
-            if following.ownership is None:
-                return event
-            await self._keep_share()
             with self._mutex:
-                if following.may_hand_out(event.partition):
+                if following.ownership is None or following.may_hand_out(event.partition):
                     return event
 
     async def _keep_share(self) -> None:

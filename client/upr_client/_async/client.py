@@ -1,6 +1,8 @@
 """The client: one connection to a server, or to one of several."""
 
+import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +15,8 @@ from upr_client._async.io import Channel
 from upr_client.endpoints import Token, check_token, credentials_of, endpoints_of
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import check_at_least
+
+_logger = logging.getLogger("upr_client")
 
 
 class AsyncClient:
@@ -125,10 +129,20 @@ class AsyncClient:
             # Connections and background work belong to the process that made them.
             connection.closed = True
             return
+        seconds = connection.request_timeout
+        failure: Exception | None = None
         try:
-            for close in list(connection.open):
-                await close()
-            for bucket in self._buckets:
-                await bucket._close(connection.request_timeout)
+            closes = list(connection.open)
+            closes += [partial(bucket._close, seconds) for bucket in self._buckets]
+            for close in closes:
+                try:
+                    await close()
+                except Exception as error:
+                    # The others have positions and rows of their own.
+                    if failure is not None:
+                        _logger.warning("%s: %s", self.target, error)
+                    failure = failure or error
+            if failure is not None:
+                raise failure
         finally:
             await connection.close()

@@ -253,6 +253,11 @@ class Background:
     def __init__(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         self._task = asyncio.get_running_loop().create_task(work(), name=name)
 
+    @property
+    def has_ended(self) -> bool:
+        """Also where it was cancelled before it began."""
+        return self._task.done()
+
     async def join(self) -> None:
         await asyncio.wait([self._task])
 

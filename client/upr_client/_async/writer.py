@@ -8,7 +8,15 @@ from typing import Self
 
 from upr_client._async.block_writer import AsyncBlockWriter, Write
 from upr_client._async.call import BucketHandle
-from upr_client._async.io import Background, Event, give_way, maybe_await, mutex, now
+from upr_client._async.io import (
+    Background,
+    Cancelled,
+    Event,
+    give_way,
+    maybe_await,
+    mutex,
+    now,
+)
 from upr_client.writes import DURABILITIES, Batch, Failures, WriteResults, WriterOptions
 from upr_protocol.block import ROW_BYTES, build_block, check_row
 from upr_protocol.errors import ClosedError, UprError
@@ -68,7 +76,7 @@ class AsyncWriter:
         self._entered = True
         self._refusing = False
         self._open_writers.append(self)
-        self._sender = Background(self._run, "upr-batches")
+        self._see_to_sender()
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -100,11 +108,12 @@ class AsyncWriter:
         with self._mutex:
             self._stopped = self._refusing = True
             self._seal()
-        if self._sender is None or self._abandoned:
+        if not self._entered or self._abandoned:
             return
         if await self._until_finished(self._begun, seconds):
             self._wake.set()
-            await self._sender.join()
+            if self._sender is not None:
+                await self._sender.join()
         else:
             self._abandon(
                 ClosedError(f"no answer arrived within {seconds:g} s after the writer was closed")
@@ -192,6 +201,7 @@ class AsyncWriter:
         self._seal()
         self._begun += 1
         self._open = Batch(self._begun, now() + self._options.linger_seconds)
+        self._see_to_sender()
         self._wake.set()
         return self._open
 
@@ -211,6 +221,7 @@ class AsyncWriter:
                     return
                 self._seal()
                 changed = self._changed()
+            self._see_to_sender()
             await changed.wait()
 
     def _changed(self) -> Event:
@@ -231,6 +242,7 @@ class AsyncWriter:
                 if self._finished >= number:
                     return True
                 changed = self._changed()
+            self._see_to_sender()
             left = None if deadline is None else deadline - now()
             if left is not None and left <= 0:
                 return False
@@ -262,6 +274,10 @@ class AsyncWriter:
 
     # In the background.
 
+    def _see_to_sender(self) -> None:
+        if self._sender is None or self._sender.has_ended:
+            self._sender = Background(self._run, "upr-batches")
+
     async def _run(self) -> None:
         try:
             while not self._abandoned:
@@ -277,6 +293,10 @@ class AsyncWriter:
                             return
                         due = None if self._open is None else self._open.due
                     await self._wake.wait(None if due is None else max(due - now(), 0.0))
+        except Cancelled:
+            # As of the block writer: who waits for what was taken sees to another sender.
+            self._notify()
+            raise
         except Exception as failure:
             # Waiters must get the error.
             self._stopped = True

@@ -457,6 +457,9 @@ class Changes:
     def __next__(self) -> Change | Marker | Rollback:
         following = self._following
         while True:
+            if following.ownership is not None and following.taken is not None:
+                # First: whoever is cancelled there has taken nothing.
+                self._keep_share()
             taken = following.taken
             event = None if taken is None else taken.next_event()
             if event is not None and self._ending.is_set():
@@ -467,11 +470,8 @@ class Changes:
                 if self._next_item() is None:
                     raise StopIteration
                 continue
-            if following.ownership is None:
-                return event
-            self._keep_share()
             with self._mutex:
-                if following.may_hand_out(event.partition):
+                if following.ownership is None or following.may_hand_out(event.partition):
                     return event
 
     def _keep_share(self) -> None:

@@ -199,6 +199,10 @@ class Background:
         self._thread = threading.Thread(target=work, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def join(self) -> None:
         """Wait for its end."""
         if self._thread is not threading.current_thread():

@@ -9,7 +9,15 @@ from typing import Self
 
 from upr_client._sync.block_writer import BlockWriter, Write
 from upr_client._sync.call import BucketHandle
-from upr_client._sync.io import Background, Event, give_way, maybe_await, mutex, now
+from upr_client._sync.io import (
+    Background,
+    Cancelled,
+    Event,
+    give_way,
+    maybe_await,
+    mutex,
+    now,
+)
 from upr_client.writes import DURABILITIES, Batch, Failures, WriteResults, WriterOptions
 from upr_protocol.block import ROW_BYTES, build_block, check_row
 from upr_protocol.errors import ClosedError, UprError
@@ -69,7 +77,7 @@ class Writer:
         self._entered = True
         self._refusing = False
         self._open_writers.append(self)
-        self._sender = Background(self._run, "upr-batches")
+        self._see_to_sender()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -101,11 +109,12 @@ class Writer:
         with self._mutex:
             self._stopped = self._refusing = True
             self._seal()
-        if self._sender is None or self._abandoned:
+        if not self._entered or self._abandoned:
             return
         if self._until_finished(self._begun, seconds):
             self._wake.set()
-            self._sender.join()
+            if self._sender is not None:
+                self._sender.join()
         else:
             self._abandon(
                 ClosedError(f"no answer arrived within {seconds:g} s after the writer was closed")
@@ -193,6 +202,7 @@ class Writer:
         self._seal()
         self._begun += 1
         self._open = Batch(self._begun, now() + self._options.linger_seconds)
+        self._see_to_sender()
         self._wake.set()
         return self._open
 
@@ -212,6 +222,7 @@ class Writer:
                     return
                 self._seal()
                 changed = self._changed()
+            self._see_to_sender()
             changed.wait()
 
     def _changed(self) -> Event:
@@ -232,6 +243,7 @@ class Writer:
                 if self._finished >= number:
                     return True
                 changed = self._changed()
+            self._see_to_sender()
             left = None if deadline is None else deadline - now()
             if left is not None and left <= 0:
                 return False
@@ -263,6 +275,10 @@ class Writer:
 
     # In the background.
 
+    def _see_to_sender(self) -> None:
+        if self._sender is None or self._sender.has_ended:
+            self._sender = Background(self._run, "upr-batches")
+
     def _run(self) -> None:
         try:
             while not self._abandoned:
@@ -278,6 +294,10 @@ class Writer:
                             return
                         due = None if self._open is None else self._open.due
                     self._wake.wait(None if due is None else max(due - now(), 0.0))
+        except Cancelled:
+            # As of the block writer: who waits for what was taken sees to another sender.
+            self._notify()
+            raise
         except Exception as failure:
             # Waiters must get the error.
             self._stopped = True

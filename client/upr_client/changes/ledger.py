@@ -21,6 +21,22 @@ from upr_protocol.position import MarkerHistory, Position
 
 UNACKNOWLEDGED: Final = 100_000
 """Changes that may be handed out and not acknowledged, by default, before no further one is."""
+UNACKNOWLEDGED_BYTES: Final = 128 * 2**20
+"""Bytes of batches that wait for an acknowledgement, by default, before no further one is handed out."""
+
+
+@dataclass(slots=True)
+class _Source:
+    """Batch that was handed out.
+
+    Attributes:
+        bytes: of its blocks, all of which are kept while any run waits.
+        waiting: how many of its runs wait.
+    """
+
+    batch: ChangeBatch
+    bytes: int
+    waiting: int = 0
 
 
 @dataclass(slots=True)
@@ -40,7 +56,7 @@ class _Run:
     horizon: int
     is_marker: bool
     seqnos: U64
-    source: ChangeBatch | None
+    source: _Source | None
     first: int
     waits: npt.NDArray[np.bool_]
     left: int
@@ -55,7 +71,7 @@ class _Run:
         row = int(np.searchsorted(self.seqnos, change.seqno))
         if row == len(self.seqnos) or int(self.seqnos[row]) != change.seqno or not self.waits[row]:
             return None
-        if self.source is None or self.source.changes[self.first + row] != change:
+        if self.source is None or self.source.batch.changes[self.first + row] != change:
             return None
         return row
 
@@ -125,10 +141,11 @@ class Ledger:
 
     Attributes:
         outstanding: changes that are handed out and not acknowledged.
+        outstanding_bytes: of the batches that have such changes.
     """
 
     def __init__(self) -> None:
-        self.outstanding = 0
+        self.outstanding = self.outstanding_bytes = 0
         self._partitions: dict[int, _Partition] = {}
         self._changed: set[int] = set()
 
@@ -152,8 +169,20 @@ class Ledger:
         old = self._partitions.get(partition)
         if old is None:
             return 0
-        self.outstanding -= sum(run.left for run in old.waiting())
+        for run in old.waiting():
+            self._drop_run(run)
         return old.top
+
+    def _drop_run(self, run: _Run) -> None:
+        self.outstanding -= run.left
+        self._release(run)
+
+    def _release(self, run: _Run) -> None:
+        source, run.source = run.source, None
+        if source is not None:
+            source.waiting -= 1
+            if not source.waiting:
+                self.outstanding_bytes -= source.bytes
 
     def hand_out(self, delivery: Delivery, batch: ChangeBatch) -> None:
         """Take down a delivery of partitions that were begun, before it is handed out as a batch."""
@@ -162,16 +191,22 @@ class Ledger:
         bounds = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
         columns = (delivery.partitions, delivery.ends, delivery.horizons, delivery.is_marker)
         rows = zip(*(column.tolist() for column in columns), bounds[:-1], bounds[1:], strict=True)
+        source = _Source(batch, sum(block.column_bytes for block in delivery.blocks))
         for partition, end, horizon, is_marker, first, last in rows:
             waits = np.ones(last - first, np.bool_)
             part = seqnos[first:last]
-            run = _Run(end, horizon, is_marker, part, batch, first, waits, last - first)
+            waiting = source if last > first else None
+            run = _Run(end, horizon, is_marker, part, waiting, first, waits, last - first)
+            if waiting is not None:
+                source.waiting += 1
             of = self._partitions[partition]
             of.runs.append(run)
             of.top = max(of.top, end)
             self.outstanding += run.left
             if not run.left:
                 self._done(partition, run)
+        if source.waiting:
+            self.outstanding_bytes += source.bytes
 
     # Acknowledging.
 
@@ -208,7 +243,7 @@ class Ledger:
         for partition, end in rows:
             of = self._partitions.get(partition)
             run = None if of is None else of.find(end)
-            if run is not None and run.source is batch and run.left:
+            if run is not None and run.source is not None and run.source.batch is batch:
                 self._take(partition, run, 0, len(run.waits))
 
     def _take(self, partition: int, run: _Run, first: int, last: int) -> None:
@@ -222,6 +257,8 @@ class Ledger:
         of = self._partitions[partition]
         if of.advance():
             self._changed.add(partition)
+        if not run.left:
+            self._release(run)
         if not run.left and (index := of.index(run.end)) is not None and of.runs[index] is run:
             of.join(index)
 
@@ -234,9 +271,18 @@ class Ledger:
         if of is None or of.seqno > after.seqno:
             self.begin(partition, after)
         else:
-            # A rollback goes to a marker or to 0, never into the middle of a run.
+            # A rollback goes to a marker or to 0, never into the middle of a run that was handed out.
+            last = None
             while len(of.runs) > of.gone and of.runs[-1].end > after.seqno:
-                self.outstanding -= of.runs.pop().left
+                last = of.runs.pop()
+                self._drop_run(last)
+            begin = of.runs[-1].end if len(of.runs) > of.gone else of.seqno
+            if last is not None and not last.left and begin < after.seqno:
+                # Of several that were joined the first ones stay.
+                last.end = last.horizon = after.seqno
+                last.is_marker = True
+                of.runs.append(last)
+                of.advance()
         self._changed.add(partition)
 
     # Queries.

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any, Final, Literal, Protocol
 
 from upr_client.changes.events import RECENT_KEY_BYTES, Change, Rollback
-from upr_client.changes.ledger import UNACKNOWLEDGED
+from upr_client.changes.ledger import UNACKNOWLEDGED, UNACKNOWLEDGED_BYTES
 from upr_client.endpoints import READ_FROM
 from upr_client.positions import PositionStore
 from upr_protocol.consumer import ALL_PARTITIONS, Beginning, Consumer
@@ -153,8 +153,9 @@ class Tuning:
         save_seconds: the shortest time between two saves of positions, besides those after a rollback and at the end;
             0 or more.
         retry_seconds: how long to try without hearing from the server, 0 or more; None for ever.
-        unacknowledged_max: about how many changes may wait for their ``ack`` before no further one is handed out, 1 or
-            more.
+        unacknowledged_max, unacknowledged_bytes: about how many changes may wait for their ``ack`` before no further one
+            is handed out, and how many bytes the batches may have that they came in, 1 or more each. In memory changes
+            can take twice as much.
         recent_key_bytes: how much of the newest keys is remembered, to name them in a Rollback; 0 or more.
         markers_at_record: whether a rollback may resume at a marker exactly at the seqno that the server named.
 
@@ -167,6 +168,7 @@ class Tuning:
     save_seconds: float = 1.0
     retry_seconds: float | None = None
     unacknowledged_max: int = UNACKNOWLEDGED
+    unacknowledged_bytes: int = UNACKNOWLEDGED_BYTES
     recent_key_bytes: int = RECENT_KEY_BYTES
     markers_at_record: bool = False
 
@@ -177,6 +179,7 @@ class Tuning:
             ("save_seconds", 0),
             ("retry_seconds", 0),
             ("unacknowledged_max", 1),
+            ("unacknowledged_bytes", 1),
             ("recent_key_bytes", 0),
         ):
             value = getattr(self, name)

@@ -290,8 +290,11 @@ class Following:
 
     @property
     def _is_full(self) -> bool:
-        ledger = self.ledger
-        return ledger is not None and ledger.outstanding >= self._options.tuning.unacknowledged_max
+        ledger, tuning = self.ledger, self._options.tuning
+        return ledger is not None and (
+            ledger.outstanding >= tuning.unacknowledged_max
+            or ledger.outstanding_bytes >= tuning.unacknowledged_bytes
+        )
 
     @property
     def waits_for_acknowledgements(self) -> bool:

@@ -156,8 +156,7 @@ class BucketService:
         self.upstream_state = self._new_upstream_state() if self._replica else None
         positions = bucket.consumer_positions
         positions.load(disk.store.consumers())
-        # Above the clock as well, because not every used generation was stored.
-        bucket.owners.begin_above(max(disk.clock.now(), positions.newest_generation))
+        self._begin_generations()
         cuts = disk.store.cuts()
         leases = {name: disk.clock.until(cut.expires, cut.lease) for name, cut in cuts.items()}
         cuts = {name: replace(cut, expires=leases[name]) for name, cut in cuts.items()}
@@ -176,6 +175,13 @@ class BucketService:
         self._work = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _begin_generations(self) -> None:
+        """Give no generation again that was given before, here or by another active server."""
+        bucket = self.bucket
+        # Above the clock as well, because not every used generation was stored.
+        stored = bucket.consumer_positions.newest_generation
+        bucket.owners.begin_above(max(self.disk.clock.now(), stored))
 
     def _new_upstream_state(self) -> UpstreamState:
         return UpstreamState(self.bucket, self.disk, self.undone)
@@ -414,6 +420,7 @@ class BucketService:
         failpoints.hit("promote.before_partitions")
         await self.disk.in_store_thread(lambda: self.disk.store.put_logs(rows, served=epoch))
         failpoints.hit("promote.after_partitions")
+        self._begin_generations()
         table.served_epoch[list(logs)] = epoch
         table.state[list(logs)] = ACTIVE
         bucket.begin_term()
@@ -448,8 +455,7 @@ class BucketService:
             OSError, lmdb.Error: the states cannot be stored.
         """
         table = self.bucket.partitions
-        active = np.flatnonzero(table.state == ACTIVE).tolist()
-        table.state[active] = REPLICA
+        table.state[table.state == ACTIVE] = REPLICA
         self.raise_epoch()
         self.bucket.begin_term()
         self._fenced |= fenced
@@ -459,8 +465,11 @@ class BucketService:
         for follower in list(self.bucket.followers):
             if not follower.options.any_server:
                 follower.end_call(moved(table.owner))
+        self.bucket.owners.forget()
+        # Also those whose states a call before could not store.
         rows = {
-            p: (REPLICA, int(table.epoch[p]), int(table.purge[p]), table.logs[p]) for p in active
+            p: (REPLICA, int(table.epoch[p]), int(table.purge[p]), table.logs[p])
+            for p in np.flatnonzero(table.state == REPLICA).tolist()
         }
         try:
             await self.journalled(self.bucket.tail.end - 1)
