@@ -425,9 +425,9 @@ class BucketInfo:
 
 def check_quota(quota_bytes: int) -> int:
     """Return a bucket's quota, or raise InvalidArgumentError."""
-    if not 0 <= quota_bytes <= QUOTA_BYTES_MAX:
+    if not isinstance(quota_bytes, int) or not 0 <= quota_bytes <= QUOTA_BYTES_MAX:
         raise InvalidArgumentError(
-            f"quota_bytes is {quota_bytes}; must be 0 to {QUOTA_BYTES_MAX}", hint="0 is for none"
+            f"quota_bytes is {quota_bytes!r}; must be 0 to {QUOTA_BYTES_MAX}", hint="0 is for none"
         )
     return quota_bytes
 

@@ -547,14 +547,16 @@ class Batch:
         number: batches are numbered in the order of writing, from 1.
         due: when it goes out at the latest, full or not.
         level: the strongest durability of its rows; the values of the enumeration rise with it.
+        told: whether ``on_results`` was called.
     """
 
-    __slots__ = ("bytes", "due", "keys", "level", "number", "values")
+    __slots__ = ("bytes", "due", "keys", "level", "number", "told", "values")
 
     def __init__(self, number: int, due: float) -> None:
         self.number = number
         self.due = due
         self.bytes = 0
+        self.told = False
         self.level: types_pb2.Durability.ValueType = types_pb2.DURABILITY_MEMORY
         self.keys: list[bytes] = []
         self.values: list[bytes | None] = []

@@ -5,6 +5,8 @@ goes through. An idle server sends heartbeats, the client answers, silence for t
 either side. The caller has the clock: it passes the time to every method, in seconds of a monotonic clock.
 """
 
+from numbers import Real
+
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import (
     CREDIT_BYTES,
@@ -23,8 +25,8 @@ def check_window(window: int) -> int:
     Raises:
         InvalidArgumentError: it is not.
     """
-    if not 1 <= window <= CREDIT_BYTES_MAX:
-        raise InvalidArgumentError(f"credit is {window} bytes; must be 1 to {CREDIT_BYTES_MAX}")
+    if not isinstance(window, int) or not 1 <= window <= CREDIT_BYTES_MAX:
+        raise InvalidArgumentError(f"credit is {window!r} bytes; must be 1 to {CREDIT_BYTES_MAX}")
     return window
 
 
@@ -114,9 +116,10 @@ def check_interval(interval_seconds: float) -> float:
         InvalidArgumentError: it is below 0.05, above 3600 or not a number.
     """
     # Written so that NaN fails it too.
-    if not HEARTBEAT_SECONDS_MIN <= interval_seconds <= HEARTBEAT_SECONDS_MAX:
+    is_number = isinstance(interval_seconds, Real)
+    if not (is_number and HEARTBEAT_SECONDS_MIN <= interval_seconds <= HEARTBEAT_SECONDS_MAX):
         raise InvalidArgumentError(
-            f"heartbeat interval is {interval_seconds} s; must be {HEARTBEAT_SECONDS_MIN} "
+            f"heartbeat interval is {interval_seconds!r} s; must be {HEARTBEAT_SECONDS_MIN} "
             f"to {HEARTBEAT_SECONDS_MAX}"
         )
     return interval_seconds

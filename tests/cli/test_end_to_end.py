@@ -198,16 +198,23 @@ def test_follow_prints_a_rollback_and_what_came_instead(
     assert b"Traceback" not in errors
 
 
-def test_an_interrupted_follow_keeps_its_position(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "ended"),
+    [(signal.SIGINT, (130, b"interrupted")), (signal.SIGTERM, (143, b""))],
+    ids=["SIGINT", "SIGTERM"],
+)
+def test_an_interrupted_follow_keeps_its_position(
+    target: str, tmp_path: Path, number: int, ended: tuple[int, bytes]
+) -> None:
     position = tmp_path / "position"
     run_cat(target, "load", "jsonl", "-", stdin=jsonl(("a", "1")))
     follower = popen_cat(target, "follow", "--position", str(position))
     assert follower.stdout is not None
     assert json.loads(follower.stdout.readline())["op"] == "set"
     assert json.loads(follower.stdout.readline())["op"] == "marker"
-    follower.send_signal(signal.SIGINT)
+    follower.send_signal(number)
     _, errors = follower.communicate(timeout=60)
-    assert (follower.returncode, errors.strip()) == (130, b"interrupted")
+    assert (follower.returncode, errors.strip()) == ended
     # What was written right before the interrupt may come again, but nothing may be missing.
     run_cat(target, "load", "jsonl", "-", stdin=jsonl(("a", "2")))
     values = [line.get("value") for line in follow(target, "--position", str(position))]

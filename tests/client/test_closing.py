@@ -13,6 +13,7 @@ from tests.client.scripted import Expect, HalfClosed, Hold, applied, write_opene
 from tests.harness import WAIT_SECONDS, until
 from upr_client import AsyncClient, Change, Client, Group, MemoryPositions
 from upr_client.errors import ClosedError, UnavailableError
+from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
 from upr_protocol.partitioning import partition_of
 
 KEY = b"key"
@@ -85,6 +86,61 @@ async def test_what_is_under_way_when_all_tasks_are_cancelled_is_sent_again_unde
         assert (await asyncio.wait_for(writing, WAIT_SECONDS)).seqno == 1
         numbers = [[one.number for one in call.of("write")] for call in server.calls["write"]]
         assert numbers == [[1], [1]]
+
+
+@pytest.mark.asyncio
+async def test_what_was_put_right_before_all_tasks_were_cancelled_is_written(target: str) -> None:
+    """No task of the SDK has begun then."""
+
+    async def write(number: int) -> None:
+        async with bucket.writer(linger_seconds=0, batch_rows=1) as writer:
+            try:
+                await writer.set(b"%d" % number, b"v")
+                await asyncio.sleep(WAIT_SECONDS)
+            finally:
+                await writer.flush()
+
+    turns = range(6)
+    for number in turns:
+        async with asyncio.timeout(WAIT_SECONDS), AsyncClient(target) as client:
+            bucket = client.bucket()
+            task = asyncio.create_task(write(number))
+            for _ in range(number):
+                await asyncio.sleep(0)
+            await cancel_all()
+            await asyncio.wait([task])
+            assert task.cancelled()
+    async with AsyncClient(target) as client:
+        written = await client.bucket().get_many([b"%d" % number for number in turns])
+    # Of the first one the task had not begun.
+    assert written.keys() == {b"%d" % number for number in turns[1:]}
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_waits_for_room_when_all_tasks_are_cancelled_is_written_and_told_once(
+    target: str,
+) -> None:
+    told = list[bytes]()
+
+    async def tell(rows: list[tuple[bytes, bytes | None]], _: object) -> None:
+        told.extend(key for key, _ in rows)
+        await asyncio.sleep(0.01)
+
+    keys = [b"%d" % number for number in range(3 * WRITES_IN_FLIGHT_MAX)]
+    async with asyncio.timeout(WAIT_SECONDS), AsyncClient(target) as client:
+        bucket = client.bucket()
+        for on_results in (None, tell):
+            async with bucket.writer(
+                linger_seconds=0, batch_rows=1, on_results=on_results
+            ) as writer:
+                for key in keys:
+                    await writer.set(key, b"v" + key)
+                    if len(writer._under_way) == WRITES_IN_FLIGHT_MAX:
+                        await cancel_all()
+                await cancel_all()
+                await writer.flush()
+            assert await bucket.get_many(keys) == {key: b"v" + key for key in keys}
+    assert sorted(told) == sorted(keys)
 
 
 class NoPositions(MemoryPositions):

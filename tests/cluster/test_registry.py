@@ -206,12 +206,17 @@ def test_a_map_that_cannot_be_is_not_believed(where: tuple[str, ...], value: obj
     with pytest.raises(UprError, match="the map of the cluster cannot be read") as caught:
         Map.decode(json.dumps(text).encode())
     assert caught.value.reason == "MAP_UNREADABLE"
-    for data in (b"", b"\xff", b"[]", b"null"):
+    for data in (b"", b"\xff", b"[]", b"null", DEEP):
         with pytest.raises(UprError):
             Map.decode(data)
 
 
+DEEP = b"[" * 200_000
+
+
 def test_a_node_that_cannot_be_read_has_no_address() -> None:
     assert decode_node(encode_node("h:1", "0.1")) == "h:1"
-    for data in (b"", b"{}", b'{"address": 1}', b'{"address": "' + b"x" * 300 + b'"}'):
+    for value in (b"1", b'"' + b"x" * 300 + b'"', b'"\\ud800:1"', DEEP):
+        assert decode_node(b'{"address": ' + value + b"}") == ""
+    for data in (b"", b"{}"):
         assert decode_node(data) == ""

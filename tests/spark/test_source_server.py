@@ -336,6 +336,14 @@ def test_what_conditions_leave_out_is_not_sent(
     assert read(GreaterThan(("time",), now + 2 * hour)) == set()
     assert read(LessThan(("time",), now - 2 * hour)) == mine
 
+    # A beginning behind the end that is named would be refused.
+    ending = _source(server, bucket, filterpushdown="true", endingoffsets='{"5": 0}')
+    reader = ending.reader(schema)
+    assert isinstance(reader, FilteringReader)
+    late = GreaterThan(("time",), now + 2 * hour)
+    assert list(reader.pushFilters([late])) == [late]
+    assert _rows(reader, list(reader.partitions())) != []
+
     assert all(one.include_values for one in used)
     narrow = StructType([StructField("key", StringType())])
     rows = _rows(source.reader(narrow), list(source.reader(narrow).partitions()))

@@ -196,7 +196,14 @@ class Map:
                 raise ValueError(f"buckets are {len(buckets)}")
             dropped = tuple(map(_number, text["dropped"]))
             return cls(_directory(text["replica_set"]), row, buckets, dropped)
-        except (ValueError, KeyError, TypeError, IndexError, InvalidArgumentError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            RecursionError,
+            InvalidArgumentError,
+        ) as error:
             raise UprError(
                 f"the map of the cluster cannot be read: {error}",
                 reason="MAP_UNREADABLE",
@@ -233,6 +240,7 @@ def decode_node(data: bytes) -> str:
     """Return HOST:PORT of a server; empty if that cannot be read."""
     try:
         address = json.loads(data)["address"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""
-    return address if isinstance(address, str) and len(address) <= NAME_BYTES_MAX else ""
+    is_address = isinstance(address, str) and address.isascii() and len(address) <= NAME_BYTES_MAX
+    return address if is_address else ""

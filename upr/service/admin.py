@@ -72,7 +72,8 @@ def _bucket_info(host: BucketService, used: int | UprError) -> admin.BucketInfo:
         version=bucket.identity.version,
         compression=bucket.identity.compression,
         mutations=int(bucket.partitions.high.sum()),
-        used_bytes=0 if isinstance(used, UprError) else used,
+        # As the quota counts.
+        used_bytes=0 if isinstance(used, UprError) else used + bucket.tail.bytes,
         quota_bytes=host.disk.quota.limit,
         problem=problem_of(problem) if problem is not None else None,
     )

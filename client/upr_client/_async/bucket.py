@@ -198,7 +198,8 @@ class AsyncBucket:
         failure: Exception | None = None
         for write in writes:
             try:
-                runs.append(await write.result())
+                with writer.waited_for():
+                    runs.append(await write.result())
             except Exception as error:
                 failure = failure or error
         if failure is not None:

@@ -248,14 +248,24 @@ class RequestQueue(Generic[T]):
 
 
 class Background:
-    """Something that runs beside the application until it ends by itself."""
+    """Something that runs beside the application until it ends by itself.
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+    At the end of a program's event loop it is cancelled with all tasks, perhaps before it began; ``on_end`` is called
+    then too.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, None]],
+        name: str,
+        on_end: Callable[[], object] | None = None,
+    ) -> None:
         self._task = asyncio.get_running_loop().create_task(work(), name=name)
+        if on_end is not None:
+            self._task.add_done_callback(lambda _: on_end())
 
     @property
     def has_ended(self) -> bool:
-        """Also where it was cancelled before it began."""
         return self._task.done()
 
     async def join(self) -> None:

@@ -10,7 +10,6 @@ from upr_client._async.block_writer import AsyncBlockWriter, Write
 from upr_client._async.call import BucketHandle
 from upr_client._async.io import (
     Background,
-    Cancelled,
     Event,
     give_way,
     maybe_await,
@@ -222,7 +221,8 @@ class AsyncWriter:
                 self._seal()
                 changed = self._changed()
             self._see_to_sender()
-            await changed.wait()
+            with self._writer().waited_for():
+                await changed.wait()
 
     def _changed(self) -> Event:
         """Return a flag that is set when the next batch is finished, to be asked for under the mutex."""
@@ -246,7 +246,8 @@ class AsyncWriter:
             left = None if deadline is None else deadline - now()
             if left is not None and left <= 0:
                 return False
-            await changed.wait(left)
+            with self._writer().waited_for():
+                await changed.wait(left)
 
     async def flush(self) -> None:
         """Send what was taken so far without lingering, and wait until it was applied.
@@ -276,7 +277,8 @@ class AsyncWriter:
 
     def _see_to_sender(self) -> None:
         if self._sender is None or self._sender.has_ended:
-            self._sender = Background(self._run, "upr-batches")
+            # As of the block writer: who waits for what was taken sees to another sender.
+            self._sender = Background(self._run, "upr-batches", self._notify)
 
     async def _run(self) -> None:
         try:
@@ -293,10 +295,6 @@ class AsyncWriter:
                             return
                         due = None if self._open is None else self._open.due
                     await self._wake.wait(None if due is None else max(due - now(), 0.0))
-        except Cancelled:
-            # As of the block writer: who waits for what was taken sees to another sender.
-            self._notify()
-            raise
         except Exception as failure:
             # Waiters must get the error.
             self._stopped = True
@@ -313,9 +311,10 @@ class AsyncWriter:
         write, error = None, None
         try:
             block = build_block(batch.keys, batch.values)
+            write = await self._writer().submit(block, batch.level, self._wake.set)
+            # Not before, as whoever is cancelled there has sent nothing.
             if self._options.on_results is None:
                 batch.values = []
-            write = await self._writer().submit(block, batch.level, self._wake.set)
         except UprError as failure:
             error = failure
         with self._mutex:
@@ -337,7 +336,14 @@ class AsyncWriter:
                         return moved
                     error = write.error
             moved = True
-            if write is not None and error is None and self._options.on_results is not None:
+            if (
+                write is not None
+                and error is None
+                and self._options.on_results is not None
+                and not batch.told
+            ):
+                # First: what is cancelled in it is not called again.
+                batch.told = True
                 results = WriteResults(len(batch.keys), write.applied, self._bucket.version)
                 try:
                     await maybe_await(self._options.on_results(batch.rows(), results))

@@ -4,8 +4,8 @@
 import logging
 import random
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -64,7 +64,6 @@ from upr_protocol.wire.v1 import types_pb2
 
 T = TypeVar("T")
 _logger = logging.getLogger("upr_client")
-_CLOSED = "the client was closed while the write was under way"
 
 
 @dataclass(eq=False, slots=True)
@@ -136,6 +135,8 @@ class BlockWriter:
         self._closing = Event()
         self._progress_at = 0.0
         self._runner: Background | None = None
+        self._waiters = 0
+        """How many tasks wait for an outcome; of threads, which nobody cancels, it need not be exact."""
         # Of the call that is open.
         self._call: Call | None = None
         self._accepted = False
@@ -200,7 +201,11 @@ class BlockWriter:
         # Those who were cancelled must not pile up behind a slow server.
         self._row_room.take()
         self._gather(self._row_room, self._gathering.add, row, level)
-        done.wait()
+        self._waiters += 1
+        try:
+            done.wait()
+        finally:
+            self._waiters -= 1
         return _given(row.outcome)
 
     def write_rows(self, rows: Block, durability: types_pb2.Durability.ValueType) -> Applied:
@@ -214,7 +219,11 @@ class BlockWriter:
         # In one queue with blocks: of writes of one key that wait the first goes first.
         self._room.take()
         self._gather(self._room, self._gathering.add_bundle, bundle, durability)
-        done.wait()
+        self._waiters += 1
+        try:
+            done.wait()
+        finally:
+            self._waiters -= 1
         return _given(bundle.outcome)
 
     def _gather(
@@ -241,7 +250,7 @@ class BlockWriter:
         if self._closing.is_set():
             raise ClosedError("the client was closed", hint="open a new one")
         if self._runner is None or self._runner.has_ended:
-            self._runner = Background(self._run, "upr-writer")
+            self._runner = Background(self._run, "upr-writer", self._on_run_end)
 
     def _send_begun(self) -> None:
         with self._mutex:
@@ -335,20 +344,34 @@ class BlockWriter:
         try:
             self._write()
         except Cancelled:
-            # As at the end of a program's event loop. Whoever ends later may still write, over another call.
-            call = self._call
-            try:
-                if call is not None:
-                    call.cancel()
-            finally:
-                with self._mutex:
-                    self._leave_call()
-                    self._runner = None
-                    if self._closing.is_set():
-                        self._fail_all(ClosedError(_CLOSED))
-                    elif self._pending:
-                        self._start()
+            if self._call is not None:
+                self._call.cancel()
             raise
+
+    def _on_run_end(self) -> None:
+        """Leave the call with which the runner ended: with the writer, or cancelled with all tasks, as at the end of a program.
+
+        Then whoever waits, or comes later, has another runner. Without them it would be in the way of the program's end.
+        """
+        with self._mutex:
+            self._leave_call()
+            if self._closing.is_set():
+                self._fail_all(ClosedError("the client was closed while the write was under way"))
+            elif self._pending and self._waiters:
+                self._start()
+
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """See to it that what is pending goes on while the body waits for it."""
+        with self._mutex:
+            self._waiters += 1
+            if self._pending and not self._closing.is_set():
+                self._start()
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._waiters -= 1
 
     def _write(self) -> None:
         attempt, away = 0, False
@@ -406,8 +429,6 @@ class BlockWriter:
                 seconds,
             )
             self._closing.wait(seconds)
-        with self._mutex:
-            self._fail_all(ClosedError(_CLOSED))
 
     def _one_call(self, stubs: Stubs) -> UprError:
         """Open a call, send what is pending, and stay until it ends. Return why it ended."""

@@ -199,7 +199,8 @@ class Bucket:
         failure: Exception | None = None
         for write in writes:
             try:
-                runs.append(write.result())
+                with writer.waited_for():
+                    runs.append(write.result())
             except Exception as error:
                 failure = failure or error
         if failure is not None:

@@ -310,6 +310,9 @@ class Changes:
         except FencedError as error:
             # The new owner resumes from the positions stored before.
             self._say(str(error))
+        if self._following.is_unsaved and not self._interrupted:
+            words = "positions were not stored: what was handled since they were comes again"
+            _logger.warning("%s: %s", self._bucket.name, words)
 
     def _check_usable(self) -> None:
         if self._closed:

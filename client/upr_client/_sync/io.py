@@ -194,9 +194,18 @@ class RequestQueue(Generic[T]):
 class Background:
     """Something that runs beside the application until it ends by itself."""
 
-    def __init__(self, work: Callable[[], None], name: str) -> None:
+    def __init__(
+        self, work: Callable[[], None], name: str, on_end: Callable[[], object] | None = None
+    ) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                if on_end is not None:
+                    on_end()
+
         # A daemon, so that a program that ends without closing its client is not held up.
-        self._thread = threading.Thread(target=work, name=name, daemon=True)
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
 
     @property

@@ -409,6 +409,10 @@ class Following:
     def fenced(self, error: UprError) -> None:
         self._saving.fenced(error)
 
+    @property
+    def is_unsaved(self) -> bool:
+        return self._saving.has_changed
+
     # Undoing.
 
     def rollback(self) -> Rollback:

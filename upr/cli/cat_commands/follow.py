@@ -282,17 +282,19 @@ def _follow(
 
 @contextmanager
 def _stopped_by_interrupts(changes: "Changes") -> "Iterator[Iterator[ChangeBatch | Rollback]]":
-    """Yield what ``batches`` gives, with a Ctrl-C as the end of it.
+    """Yield what ``batches`` gives, with a Ctrl-C, or SIGTERM, as the end of it.
 
     A KeyboardInterrupt there would come anywhere in it. It is raised while something is printed, which may take for ever,
-    for the second Ctrl-C, and at the end.
+    for the second Ctrl-C, and at the end. After SIGTERM it is SystemExit.
     """
     stopped = receives = False
+    end: BaseException = KeyboardInterrupt()
 
-    def stop(*_: object) -> None:
-        nonlocal stopped
+    def stop(number: int, _: object) -> None:
+        nonlocal stopped, end
+        end = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
         if stopped or not receives:
-            raise KeyboardInterrupt
+            raise end
         stopped = True
         changes.stop()
 
@@ -307,16 +309,18 @@ def _stopped_by_interrupts(changes: "Changes") -> "Iterator[Iterator[ChangeBatch
                 return
             yield item
 
-    before = signal.getsignal(signal.SIGINT)
-    # Ignored in the background of a shell without job control.
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, stop)
+    # SIGINT is ignored in the background of a shell without job control.
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    taken = {number: was for number, was in usual.items() if signal.getsignal(number) is was}
+    for number in taken:
+        signal.signal(number, stop)
     try:
         yield receiving()
         if stopped:
-            raise KeyboardInterrupt
+            raise end
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, was in taken.items():
+            signal.signal(number, was)
 
 
 def _print_all(

@@ -548,6 +548,8 @@ class BucketService:
         if now >= self._quota_at:
             self._quota_at = now + _QUOTA_SECONDS
             self.disk.refresh_quota()
+            # The tail counts rows that are superseded in it, and deletions; stored it is measured again.
+            self.flusher.wanted.set()
         raise self.disk.quota.error(pending)
 
     async def set_quota(self, limit: int) -> None:

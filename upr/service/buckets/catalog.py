@@ -29,11 +29,12 @@ from upr.service.buckets.keepers import finish_even_if_cancelled
 from upr.service.buckets.room import DiskRoom, WaitingRoom
 from upr.service.clock import Clock
 from upr.service.overload.process import buckets_max
-from upr.service.storage_trouble import Failing, words_of
+from upr.service.storage_trouble import Failing, is_full, words_of
 from upr.storage.blocks import COMPRESSIONS
 from upr.storage.directory import OWNER_FILE, DataDirectory, Stored, read_standing, write_standing
 from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
+from upr.storage.lmdb_pages import free_bytes
 from upr.storage.store import Identity, Store
 from upr.storage.undone import keep_bucket
 from upr_protocol.errors import (
@@ -59,6 +60,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_BUCKET = "default"
 NEW_BUCKET_BYTES = 2**20
+FULL_BYTES = 2**20
+"""Less than this is free on a full disk."""
 BECOMING_SECONDS = 2.0
 """Longest wait of a Write call for a change of owner to this server."""
 WATCH_SECONDS = 1.0
@@ -147,12 +150,30 @@ class DamagedBucket:
     problem: UprError
 
 
+def _is_for_want_of_room(folder: Path, error: Exception) -> bool:
+    """Return whether something failed as the disk is full, which LMDB tells of as of an I/O error, or damage."""
+    if is_full(error):
+        return True
+    if not isinstance(error, OSError | lmdb.Error | DataDamagedError):
+        return False
+    with contextlib.suppress(OSError):
+        return free_bytes(folder) < FULL_BYTES
+    return False
+
+
+def _no_room(words: str) -> NoRoomError:
+    return NoRoomError(f"{words}: the disk is full", hint="free some space, and start again")
+
+
 def _damaged(folder: Path, error: Exception) -> DamagedBucket:
     identity = None
     with contextlib.suppress(Exception), contextlib.closing(Store(folder / "store")) as store:
         identity = store.identity()
     name = identity.name if identity is not None else folder.name
-    if isinstance(error, UprError):
+    problem: UprError
+    if _is_for_want_of_room(folder, error):
+        problem = _no_room(f"{folder} cannot be opened")
+    elif isinstance(error, UprError):
         problem = error
     else:
         problem = DataDamagedError(f"{folder} cannot be opened: {words_of(error)}")
@@ -268,7 +289,13 @@ class Catalog:
         decides = not (self.replica or self._config.cluster)
         is_missing = DEFAULT_BUCKET not in self._hosts and decides
         if is_missing and self._may_create(DEFAULT_BUCKET):
-            folder = create_bucket(self._directory, DEFAULT_BUCKET)
+            try:
+                folder = create_bucket(self._directory, DEFAULT_BUCKET)
+            except Exception as error:
+                if _is_for_want_of_room(self._directory.path, error):
+                    words = f"bucket {DEFAULT_BUCKET} cannot be created in {self._directory.path}"
+                    raise _no_room(words) from error
+                raise
             self._add(self._opened(folder))
 
     def _serves(self) -> bool:
