@@ -13,15 +13,17 @@ from upr.engine.compaction import (
     DIFFERENT_TAILS,
     FAN_IN,
     JOIN_BYTES,
+    JOINED_BYTES,
     Backlog,
     hardly_repeats,
+    plan_join,
     plan_merge,
     plan_whole,
     segments,
     small_ones,
 )
 from upr.storage.blocks import BlockHashes, BlockRange, Head, last_complete
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
+from upr_protocol.limits import PARTITIONS
 
 P = 5
 
@@ -128,9 +130,26 @@ def test_small_neighbours_are_joined_where_there_are_enough_of_them() -> None:
     assert joined(packed) is None
 
 
-def test_what_is_joined_fits_a_block() -> None:
-    fitting = BLOCK_COLUMN_BYTES // (JOIN_BYTES - 1)
+def test_what_is_joined_has_a_limit() -> None:
+    fitting = JOINED_BYTES // (JOIN_BYTES - 1)
     assert joined(heads_of(*range(1, 3 * fitting), size=JOIN_BYTES - 1)) == (0, fitting)
+
+
+def test_only_what_counts_as_compacted_is_joined_and_never_across_a_pin() -> None:
+    heads = heads_of(*range(10, 10 + 20 * FAN_IN, 10))
+    end = heads[-1].end
+
+    def joined_of(settled: Sequence[tuple[int, int]], *pinned: int) -> tuple[int, int] | None:
+        found = plan_join(P, heads, pinned, settled)
+        return None if found is None else (found.start, found.end)
+
+    assert joined_of([(0, end)]) == (0, end)
+    assert joined_of([]) is None
+    middle = heads[FAN_IN - 1].end
+    assert joined_of([(0, middle)]) == (0, middle)
+    assert joined_of([(middle, end)]) == (middle, end)
+    assert joined_of([(0, end)], middle) == (0, middle)
+    assert joined_of([(0, end)], *(head.end for head in heads)) is None
 
 
 def test_what_is_joined_does_not_end_inside_a_stretch() -> None:

@@ -28,13 +28,15 @@ from upr.engine.bucket import Bucket
 from upr.engine.partitions import ACTIVE
 from upr.storage.blocks import BlockHashes, BlockRange, Head, last_complete, stretches
 from upr.storage.compact import WORTH_FRACTION, Purge, PurgeLimits, repeated
-from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
+from upr_protocol.limits import PARTITIONS
 
 FAN_IN = 4
 """Smallest number of stretches compacted together, except to save space: each compaction has a cost for each block it
 reads."""
 JOIN_BYTES = 64 * 2**10
 """Blocks below it are joined: each has a cost for its readers. A few that one flush of a full tail makes exceed it together."""
+JOINED_BYTES = 256 * 2**10
+"""Most bytes of what is joined: who looks for a key checks all of a block."""
 BLOCK_COST = 1024
 """Bytes added to each block's size, for partly filled pages and the fixed work of a block."""
 
@@ -145,10 +147,10 @@ def hardly_repeats(one: BlockRange, known: BlockHashes) -> bool:
 
 
 def small_ones(one: BlockRange) -> BlockRange | None:
-    """Return neighbours of a range, FAN_IN or more, that are below JOIN_BYTES each and fit a block together."""
+    """Return neighbours of a range, FAN_IN or more, that are below JOIN_BYTES each, and JOINED_BYTES together."""
     chosen, size = list[Head](), 0
     for head in one.heads:
-        if head.plain >= JOIN_BYTES or size + head.plain > BLOCK_COLUMN_BYTES:
+        if head.plain >= JOIN_BYTES or size + head.plain > JOINED_BYTES:
             if len(chosen) >= FAN_IN:
                 break
             chosen, size = [], 0
@@ -159,6 +161,22 @@ def small_ones(one: BlockRange) -> BlockRange | None:
     complete = last_complete(chosen)
     chosen = [head for head in chosen if head.end <= complete]
     return BlockRange(one.partition, tuple(chosen)) if len(chosen) >= FAN_IN else None
+
+
+def plan_join(
+    partition: int,
+    heads: Sequence[Head],
+    pinned: Sequence[int],
+    settled: Iterable[tuple[int, int]],
+) -> BlockRange | None:
+    """Return the next small blocks to join, within ranges that count as compacted; arguments as of ``plan_merge``."""
+    complete = last_complete(heads)
+    for segment in segments([head for head in heads if head.end <= complete], pinned):
+        for start, end in settled:
+            inside = tuple([head for head in segment if start <= head.start and head.end <= end])
+            if (found := small_ones(BlockRange(partition, inside))) is not None:
+                return found
+    return None
 
 
 def plan_whole(partition: int, heads: Sequence[Head], pinned: Sequence[int]) -> BlockRange | None:

@@ -23,7 +23,6 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket
 from upr.engine.compaction import (
-    JOIN_BYTES,
     Backlog,
     Holder,
     PurgeAges,
@@ -34,6 +33,7 @@ from upr.engine.compaction import (
     first_to_merge,
     hardly_repeats,
     holders,
+    plan_join,
     plan_merge,
     plan_whole,
     purge_limits,
@@ -312,22 +312,17 @@ class Compactor:
             self._backlog.compared(partition, repeats=repeats)
             if repeats:
                 return found
-            if (small := small_ones(found)) is not None:
-                return small
             self._settle(found)
-        return None
+        return plan_join(partition, heads, pinned, self.settled_of(partition, heads))
 
     def settled_of(self, partition: int, heads: Sequence[Head]) -> list[tuple[int, int]]:
-        """Return the ranges that were compared as a whole; a large partition was so before this start, but for the small
-        blocks at its end."""
+        """Return the ranges that were compared as a whole; a large partition was so before this start."""
         known = self._settled.get(partition)
         if known is None:
             at_start = int(self._stored_at_start[partition])
-            before = [head for head in heads if head.end <= at_start]
-            while before and before[-1].plain < JOIN_BYTES:
-                del before[-1]
-            large = before and not _is_direct(BlockRange(partition, tuple(before)))
-            known = self._settled[partition] = [(0, before[-1].end)] if large else []
+            before = BlockRange(partition, tuple([h for h in heads if h.end <= at_start]))
+            large = not _is_direct(before)
+            known = self._settled[partition] = [(0, at_start)] if large else []
         return known
 
     def _settle(self, one: BlockRange) -> None:
