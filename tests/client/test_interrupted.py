@@ -32,6 +32,7 @@ from tests.client.scripted import (
     run_block,
     started,
 )
+from tests.harness import until
 from upr_client import (
     AsyncClient,
     Change,
@@ -71,8 +72,7 @@ async def test_who_is_cancelled_while_connecting_connects_anew() -> None:
         async with AsyncClient(server.target) as client:
             async with client.bucket().changes(only=Only([1]), on_status=said.append) as changes:
                 task = asyncio.create_task(anext(changes))
-                done, _ = await asyncio.wait({task}, timeout=0.3)
-                assert not done
+                await until(lambda: server.calls["follow"] and server.calls["follow"][0].of("open"))
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task

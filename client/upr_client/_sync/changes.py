@@ -32,7 +32,7 @@ from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock
 from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, HandlingOptions
-from upr_client.changes.session import Following, Step
+from upr_client.changes.session import UNSAVED, Following, Step
 from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
 from upr_client.writes import WriteResult, WriteResults, token_of
@@ -311,8 +311,7 @@ class Changes:
             # The new owner resumes from the positions stored before.
             self._say(str(error))
         if self._following.is_unsaved and not self._interrupted:
-            words = "positions were not stored: what was handled since they were comes again"
-            _logger.warning("%s: %s", self._bucket.name, words)
+            _logger.warning("%s: %s", self._bucket.name, UNSAVED)
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -67,6 +67,7 @@ class Outcome(NamedTuple):
     consumed: stream_pb2.FollowResponse | None = None
 
 
+UNSAVED: Final = "positions were not stored: what was handled since they were comes again"
 _FENCED_SECONDS: Final = 1.0
 """Time for which a refused save waits for news of the call: a restarted server knows no owner."""
 
