@@ -10,7 +10,7 @@ from tests.client._async.adapter import serve
 from tests.client._sync.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import Expect, HalfClosed, Hold, applied, write_opened
-from tests.harness import WAIT_SECONDS, until
+from tests.harness import WAIT_SECONDS, pass_turns, until
 from upr_client import AsyncClient, Change, Client, Group, MemoryPositions
 from upr_client.errors import ClosedError, UnavailableError
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
@@ -124,7 +124,7 @@ async def test_a_batch_that_waits_for_room_when_all_tasks_are_cancelled_is_writt
 
     async def tell(rows: list[tuple[bytes, bytes | None]], _: object) -> None:
         told.extend(key for key, _ in rows)
-        await asyncio.sleep(0.01)
+        await pass_turns(50)
 
     keys = [b"%d" % number for number in range(3 * WRITES_IN_FLIGHT_MAX)]
     async with asyncio.timeout(WAIT_SECONDS), AsyncClient(target) as client:

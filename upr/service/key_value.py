@@ -89,8 +89,7 @@ async def find_newest(host: BucketService, lookup: Lookup) -> None:
     for partition in lookup.pending:
         if not table.serves(partition):
             lookup.fail([partition], table.refusal(partition))
-    if host.disk.gone is not None:
-        raise host.disk.gone.with_traceback(None)
+    host.disk.check_not_gone()
     in_tail = _tail_search(host, lookup)
     if in_tail.is_quick:
         # Waking a thread takes longer.

@@ -35,7 +35,7 @@ class Failing(StrEnum):
 
 
 _UNSEEN: Final = frozenset({Failing.SEGMENTS, Failing.MERGE, Failing.PURGE, Failing.PRODUCERS})
-"""What no call fails for, or waits for."""
+"""Operations that no call fails for, or waits for."""
 
 
 _FULL: Final = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))

@@ -200,6 +200,7 @@ class AsyncBlockWriter:
         # Those who were cancelled must not pile up behind a slow server.
         await self._row_room.take()
         self._gather(self._row_room, self._gathering.add, row, level)
+        # As ``waited_for``, without what that costs each row.
         self._waiters += 1
         try:
             await done.wait()
@@ -218,11 +219,8 @@ class AsyncBlockWriter:
         # In one queue with blocks: of writes of one key that wait the first goes first.
         await self._room.take()
         self._gather(self._room, self._gathering.add_bundle, bundle, durability)
-        self._waiters += 1
-        try:
+        with self.waited_for():
             await done.wait()
-        finally:
-            self._waiters -= 1
         return _given(bundle.outcome)
 
     def _gather(

@@ -201,6 +201,7 @@ class BlockWriter:
         # Those who were cancelled must not pile up behind a slow server.
         self._row_room.take()
         self._gather(self._row_room, self._gathering.add, row, level)
+        # As ``waited_for``, without what that costs each row.
         self._waiters += 1
         try:
             done.wait()
@@ -219,11 +220,8 @@ class BlockWriter:
         # In one queue with blocks: of writes of one key that wait the first goes first.
         self._room.take()
         self._gather(self._room, self._gathering.add_bundle, bundle, durability)
-        self._waiters += 1
-        try:
+        with self.waited_for():
             done.wait()
-        finally:
-            self._waiters -= 1
         return _given(bundle.outcome)
 
     def _gather(

@@ -9,14 +9,7 @@ from typing import Self
 
 from upr_client._sync.block_writer import BlockWriter, Write
 from upr_client._sync.call import BucketHandle
-from upr_client._sync.io import (
-    Background,
-    Event,
-    give_way,
-    maybe_await,
-    mutex,
-    now,
-)
+from upr_client._sync.io import Background, Event, give_way, maybe_await, mutex, now
 from upr_client.writes import DURABILITIES, Batch, Failures, WriteResults, WriterOptions
 from upr_protocol.block import ROW_BYTES, build_block, check_row
 from upr_protocol.errors import ClosedError, UprError

@@ -36,7 +36,7 @@ class _Source:
 
     batch: ChangeBatch
     bytes: int
-    waiting: int = 0
+    waiting: int
 
 
 @dataclass(slots=True)
@@ -191,22 +191,21 @@ class Ledger:
         bounds = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
         columns = (delivery.partitions, delivery.ends, delivery.horizons, delivery.is_marker)
         rows = zip(*(column.tolist() for column in columns), bounds[:-1], bounds[1:], strict=True)
-        source = _Source(batch, sum(block.column_bytes for block in delivery.blocks))
+        size = sum(block.column_bytes for block in delivery.blocks)
+        source = _Source(batch, size, int(np.count_nonzero(counts)))
+        if source.waiting:
+            self.outstanding_bytes += size
         for partition, end, horizon, is_marker, first, last in rows:
             waits = np.ones(last - first, np.bool_)
             part = seqnos[first:last]
             waiting = source if last > first else None
             run = _Run(end, horizon, is_marker, part, waiting, first, waits, last - first)
-            if waiting is not None:
-                source.waiting += 1
             of = self._partitions[partition]
             of.runs.append(run)
             of.top = max(of.top, end)
             self.outstanding += run.left
             if not run.left:
                 self._done(partition, run)
-        if source.waiting:
-            self.outstanding_bytes += source.bytes
 
     # Acknowledging.
 
@@ -257,9 +256,10 @@ class Ledger:
         of = self._partitions[partition]
         if of.advance():
             self._changed.add(partition)
-        if not run.left:
-            self._release(run)
-        if not run.left and (index := of.index(run.end)) is not None and of.runs[index] is run:
+        if run.left:
+            return
+        self._release(run)
+        if (index := of.index(run.end)) is not None and of.runs[index] is run:
             of.join(index)
 
     def drop_above(self, partition: int, after: Position) -> None:

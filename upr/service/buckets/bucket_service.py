@@ -324,8 +324,7 @@ class BucketService:
                 ProducerKeeper.stored.
         """
         bucket, now = self.bucket, self.disk.clock.now
-        if self.disk.gone is not None:
-            raise self.disk.gone.with_traceback(None)
+        self.disk.check_not_gone()
         check_values(block, self.max_value_bytes)
         needed = block.column_bytes + block.runs.nbytes
         waited, stored = True, None
@@ -695,8 +694,7 @@ class BucketService:
         self.check_answer()
 
     def _check_works(self) -> None:
-        if self.disk.gone is not None:
-            raise self.disk.gone.with_traceback(None)
+        self.disk.check_not_gone()
         if self.bucket.failure is not None:
             raise self.bucket.failure.with_traceback(None)
 

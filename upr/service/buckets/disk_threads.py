@@ -107,7 +107,7 @@ class Disk:
 
     Attributes:
         identity: the bucket's, as the store has it.
-        gone: set when the bucket is dropped. Raised again and again, it must not keep the frames of all callers.
+        gone: set when the bucket is dropped.
         stopping: whether the bucket is being closed.
 
     Raises:
@@ -206,19 +206,22 @@ class Disk:
         return answer
 
     async def _in(self, run: Callable[[_C], Awaitable[_T]], call: _C) -> _T:
-        if self.gone is not None:
-            raise self.gone.with_traceback(None)
+        self.check_not_gone()
         result = await run(call)
-        if self.gone is not None:
-            # The bucket was dropped meanwhile: the read may be incomplete, and the folder renamed.
-            raise self.gone.with_traceback(None)
+        # Dropped meanwhile: the read may be incomplete, and the folder renamed.
+        self.check_not_gone()
         return result
+
+    def check_not_gone(self) -> None:
+        """Raise BucketGoneError once the bucket is dropped."""
+        if self.gone is not None:
+            # It is raised again and again, and must not keep the frames of all callers.
+            raise self.gone.with_traceback(None)
 
     def check_open(self) -> None:
         """Raise BucketGoneError or ShuttingDownError while the bucket is being closed."""
         if self.stopping:
-            if self.gone is not None:
-                raise self.gone.with_traceback(None)
+            self.check_not_gone()
             raise ShuttingDownError("the server is stopping", hint="connect again")
 
     def refresh_quota(self) -> None:

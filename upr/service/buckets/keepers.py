@@ -427,8 +427,7 @@ class ProducerKeeper:
             if first != bucket.tail.first and not bucket.knows_producer(name):
                 # Read again if the tail was shortened meanwhile: its rows may be in the store now.
                 continue
-            if disk.gone is not None:
-                raise disk.gone.with_traceback(None)
+            disk.check_not_gone()
             try:
                 return bucket.open_producer(name, last)
             except TooManyError:
