@@ -401,6 +401,19 @@ def test_a_proof_that_the_journal_contradicts(closed: Closed) -> None:
     assert checked(closed).findings == []
 
 
+def test_a_copy_without_its_journal_is_damage_and_the_original_is_not(
+    closed: Closed, tmp_path: Path
+) -> None:
+    for file in closed.journal_files:
+        file.unlink()
+    assert checked(closed).findings == []
+    copy = shutil.copytree(closed.path, tmp_path / "copy")
+    (folder,) = (copy / "buckets").iterdir()
+    report = BucketReport(folder.name)
+    check_bucket(Task(str(folder), list(range(1024))), lambda **line: report.take(line))
+    assert "the journal has no segment" in only(report).what
+
+
 # The file
 
 

@@ -530,7 +530,7 @@ class JournalCheck:
         """Check everything; afterwards the ends include the journal.
 
         Args:
-            needed: whether a segment must exist, because there is no proof and every start leaves one.
+            needed: whether a segment must exist, because no proof holds here and every start leaves one.
         """
         before = self._high.copy()
         journal = self._folder / "journal"

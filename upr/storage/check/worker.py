@@ -132,7 +132,9 @@ class _Worker:
         self._at("journal")
         version = identity.version if identity is not None else int(self._folder.name, 16)
         journal = JournalCheck(self._folder, version, rows, store, wanted, self._report, self._tick)
-        journal.run(needed=proof is None)
+        # A start does not accept the proof of a copy, unless it is told that nothing was written to the original since.
+        accepted = proof is not None and proof.file.is_there(self._store)
+        journal.run(needed=not accepted)
         self._send(readable=store.readable.ranges)
         self._at("what rows say of the data")
         if proof is not None and proof.flushed and journal.holds_more:
