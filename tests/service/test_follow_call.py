@@ -17,6 +17,7 @@ from upr.service import follow as follow_module
 from upr.service.buckets.catalog import Catalog
 from upr.service.change_stream import ChangeStreamMethods
 from upr.service.conversation import Conversation, Outgoing
+from upr.service.overload.callers import CHEAP_SECONDS, Callers
 from upr.service.overload.intake import Intake
 from upr_protocol.block import build_block, make_runs, sealed
 from upr_protocol.errors import ShuttingDownError
@@ -97,6 +98,33 @@ async def test_answers_wait_in_bounded_number_for_a_consumer_that_does_not_read(
     assert transport.unread_requests > 40, "requests were taken though no answer could be sent"
     transport.reading.set()
     await transport.until(lambda: sum(m.HasField("start_answers") for m in transport.told) == 50)
+    await stop(call)
+
+
+@pytest.mark.asyncio
+async def test_many_cheap_messages_wait_for_a_turn_as_one_dear_one_does(
+    methods: ChangeStreamMethods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paid: list[float] = []
+    turn = Callers.turn
+
+    async def noted(callers: Callers, peer: str, seconds: float) -> None:
+        paid.append(seconds)
+        await turn(callers, peer, seconds)
+
+    monkeypatch.setattr(Callers, "turn", noted)
+    transport = Transport()
+    call = begin(methods, transport)
+    for partition in range(100):
+        transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=partition)]))
+        # What keeps the call going is free.
+        transport.say(credit=wire.Credit(bytes=1))
+    told = transport.told
+    await transport.until(
+        lambda: sum(len(m.start_answers.answers) for m in told if m.HasField("start_answers")) > 99
+    )
+    assert len(paid) in (3, 4)
+    assert all(CHEAP_SECONDS <= one < 2 * CHEAP_SECONDS for one in paid)
     await stop(call)
 
 

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from tests.conftest import StartServer
-from tests.harness import pass_turns, poll
+from tests.harness import WAIT_SECONDS, pass_turns, poll
 from tests.raw import RawClient, RawFollow, start_at
 from tests.service.test_received import MIB, sampled, within
 from upr.service.overload.sending_room import Sender, SendingRoom
@@ -198,6 +198,30 @@ async def test_followers_that_take_nothing_hold_little_and_keep_nobody_up(
         await read_values(follow, 3)
         await follow.close()
     within(samples)
+
+
+@pytest.mark.asyncio
+async def test_many_that_read_the_store_at_once_all_come_to_their_end(
+    server_process: StartServer,
+) -> None:
+    constants = {"upr.service.overload.sending_room.SENDING_BYTES": 64 * 2**10}
+    server = server_process(constants=constants)
+    rows = [(b"%d" % number, bytes(4000)) for number in range(400)]
+    async with AsyncClient(server.target) as writing:
+        await writing.bucket().write_many(rows)
+    assert server.terminate() == 0
+    server.start()
+
+    async def drained() -> int:
+        async with (
+            AsyncClient(server.target) as client,
+            client.bucket().changes(until="now") as found,
+        ):
+            return sum([batch.rows async for batch in found.batches()])
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        counts = await asyncio.gather(*(drained() for _ in range(12)))
+    assert counts == [len(rows)] * 12
 
 
 async def answer_heartbeats(follow: RawFollow, late: asyncio.Event) -> None:

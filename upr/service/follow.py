@@ -84,9 +84,11 @@ class FollowCall:
         self._rounds = rounds
         # The rooms of clients that have not shown that they read, and of those that have.
         self._room, self._room_of_readers = rooms
-        self._is_small = self._is_held = False
+        self._is_small = self._is_held = self._has_turn = False
         self._callers = callers
         self._peer = peer_of(context.peer())
+        # What cheap messages cost since the last turn.
+        self._owed = 0.0
         self._reader_seconds = reader_seconds
         self._writing_until = math.inf
         self._unheard = False
@@ -133,7 +135,8 @@ class FollowCall:
         # A replica's writers wait for it.
         may_wait = may_wait and self._is_small and self._tables is None
         in_round = not may_wait or self._rounds.join(self._wake)
-        self._is_held = not in_round or not self._room.join(self._sending)
+        self._has_turn = in_round and self._room.join(self._sending)
+        self._is_held = not self._has_turn
         return self._is_held
 
     def _found_reading(self) -> None:
@@ -263,19 +266,22 @@ class FollowCall:
         self._writing_until = math.inf
 
     async def _take(self, request: Any) -> None:
-        """Handle a message; one about many streams waits for its turn."""
+        """Handle a message; one about many streams waits for its turn, and so does one behind many others."""
         if request.WhichOneof("message") in ("pong", "credit"):
             self._found_reading()
         seconds = seconds_of_streams(request)
-        if seconds < CHEAP_SECONDS:
+        self._owed += seconds
+        if self._owed < CHEAP_SECONDS:
             self._talk.take(request, self._loop.time(), self._host.disk.clock.now())
             return
+        owed, self._owed = self._owed, 0.0
         self._unheard = True
         try:
-            await self._callers.turn(self._peer, seconds)
+            await self._callers.turn(self._peer, owed)
         finally:
             self._unheard = False
             self._liveness.heard(self._loop.time())
+        self._callers.turns.charge(owed - seconds)
         with self._callers.charged(self._peer, seconds):
             self._talk.take(request, self._loop.time(), self._host.disk.clock.now())
 
@@ -321,7 +327,7 @@ class FollowCall:
     async def _send(self) -> None:
         while not self._half_closed:
             self._woken = self._loop.create_future()
-            self._is_held = False
+            self._is_held = self._has_turn = False
             saying = self._talk.next_message(self._loop.time(), self._hold)
             if saying is not None:
                 has_sent_all = False
@@ -345,7 +351,8 @@ class FollowCall:
                     await self._idle()
                 continue
             self._account()
-            if self._room.join(self._sending):
+            # A turn that no frame used is for reading one: asking again would be behind all others.
+            if self._has_turn or self._room.join(self._sending):
                 self._begin_read()
             if (wanted := self._talk.starts.next_search()) is not None:
                 self._begin(self._search_store(wanted))

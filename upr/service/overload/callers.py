@@ -23,6 +23,7 @@ from functools import lru_cache, partial
 from typing import Final
 from urllib.parse import unquote
 
+from upr_protocol.block import POSITION
 from upr_protocol.errors import TooManyError
 from upr_protocol.limits import (
     FOLLOW_CALLS_MAX,
@@ -90,7 +91,9 @@ CALL_SECONDS: Final = 0.0005
 """Seconds charged for any call; a streaming call costs twice that."""
 BYTES_A_SECOND: Final = 200e6
 CHEAP_SECONDS: Final = 0.002
-"""Smallest cost in seconds that is charged and needs a turn."""
+"""Smallest cost in seconds that is charged and needs a turn; that of a call's cheap messages is added up."""
+MESSAGE_SECONDS: Final = 50e-6
+"""Cost of any message about streams."""
 _KINDS: Final = {
     "Follow": ("Follow", FOLLOW_CALLS_MAX, "one call carries any number of partitions"),
     "Write": ("Write", WRITE_CALLS_MAX, "one call carries any number of writes"),
@@ -150,12 +153,16 @@ def seconds_of(request: object) -> float:
 
 
 def seconds_of_streams(request: changes.FollowRequest) -> float:
-    """Return the approximate CPU seconds of a message of a Follow call; 0 unless it concerns many streams."""
+    """Return the approximate CPU seconds of a message of a Follow call; 0 of one that only keeps it going."""
+    if request.WhichOneof("message") in ("pong", "credit"):
+        return 0.0
     start = request.start
     return (
-        30e-6 * len(start.partitions)
+        MESSAGE_SECONDS
+        + 30e-6 * len(start.partitions)
         + len(start.table) / START.itemsize * 3e-6
         + 4e-6 * len(request.stop.partitions)
+        + len(request.ack.positions) / POSITION.itemsize * 1e-6
     )
 
 
