@@ -40,6 +40,19 @@ def test_what_an_assignment_changes() -> None:
     assert membership.generation == 8
 
 
+def test_what_comes_only_to_be_released_is_not_begun_unless_it_stays() -> None:
+    membership = member()
+    assert membership.assigned(assignment(5, 1, 2, 3, release=(2, 3)), 100) == ([1], [], [2, 3], [])
+    membership.released([2])
+    # Sent before the Release was read.
+    late = assignment(6, 1, 2, 3, release=(2, 3))
+    assert membership.assigned(late, 101) == ([], [], [2, 3], [])
+    assert membership.assigned(assignment(7, 1, 3), 102) == ([3], [2], [], [])
+    # What was begun goes on.
+    assert membership.assigned(assignment(8, 1, 3, release=(3,)), 103) == ([], [], [3], [])
+    assert membership.assigned(assignment(9, 1, 3), 104) == ([], [], [], [3])
+
+
 def test_an_assignment_that_cannot_be() -> None:
     membership = member()
     membership.assigned(assignment(5, 1), 100)

@@ -59,6 +59,8 @@ class Membership:
         self._sent: dict[int, float] = {}
         self._waiting: stream_pb2.Assignment | None = None
         self._give_up: set[int] = set()
+        # Of ``releasing``, those that came only to be released: they were never begun.
+        self._passing: set[int] = set()
 
     def opened(self, server_id: int, lease_seconds: float, sent_at: float) -> list[int]:
         """A call was accepted whose Open was sent then. Return what is not this member's any more.
@@ -105,8 +107,12 @@ class Membership:
             raise ProtocolError(
                 f"the server asks to release partitions that are not owned: {sorted(release - owned)[:5]}"
             )
-        gained, lost = sorted(owned - self.owned), sorted(self.owned - owned)
-        kept = sorted((self.releasing.keys() & owned) - release)
+        # What is asked back at once is not begun: the server may have sent this before it read the Release of that, and it
+        # may be another member's by now.
+        coming = owned - (self.owned - self._passing)
+        self._passing = coming & release
+        gained, lost = sorted(coming - release), sorted(self.owned - owned)
+        kept = sorted((self.releasing.keys() & owned) - release - coming)
         self.generation = message.generation
         self.is_told = True
         self.owned = owned
@@ -128,6 +134,7 @@ class Membership:
         """Own these partitions no more, None for all; return those that were owned."""
         gone = sorted(self.owned if partitions is None else self.owned & set(partitions))
         self.owned.difference_update(gone)
+        self._passing.difference_update(gone)
         for partition in gone:
             self.releasing.pop(partition, None)
         return gone
