@@ -134,16 +134,25 @@ async def test_a_grant_counts_from_when_it_was_asked_for(clock: Clock) -> None:
     assert one.granted_seconds(B) == GRANTED_SECONDS - 1.0
 
 
-@pytest.mark.parametrize(("begun_at", "counted"), [(5, {B}), (6, {A, B})])
+@pytest.mark.parametrize(
+    ("begun_at", "id_there", "counted"), [(5, 9, {B}), (6, 9, {A, B}), (5, 8, {A, B})]
+)
 def test_who_lacks_what_the_owner_began_with_is_not_counted_alone(
-    clock: Clock, begun_at: int, counted: set[str]
+    clock: Clock, begun_at: int, id_there: int, counted: set[str]
 ) -> None:
-    """Nothing of it was acknowledged in this epoch: the owner was restarted, and C is silent since."""
+    """Nothing of it was acknowledged in this epoch: the owner was restarted, and C is silent since.
+
+    Rows of another history are none of the owner's.
+    """
     held = np.zeros(PARTITIONS, HELD)
-    held["marker"] = 5
+    held["marker"], held["id"] = 5, id_there
     copies = SimpleNamespace(stable=lambda k: np.zeros(PARTITIONS, np.uint64))
     host = SimpleNamespace(
-        bucket=SimpleNamespace(identity=SimpleNamespace(version=7), copies=copies)
+        bucket=SimpleNamespace(
+            identity=SimpleNamespace(version=7),
+            copies=copies,
+            partitions=SimpleNamespace(newest_id=np.full(PARTITIONS, 9, np.uint64)),
+        )
     )
     peers = SimpleNamespace(met={B: SimpleNamespace(held={7: held})})
     one = started(Standing(A, OWN, 4, A), Answers(), peers, host)

@@ -22,8 +22,9 @@ from tests.conftest import StartServer
 from tests.crash.world import World
 from tests.harness import WAIT_SECONDS, RunningServer
 from tests.raw import RawClient, seqnos_of, start_at
+from tests.replica.sets import wait_until_counted
 from upr.cli.admin import main as admin
-from upr_client import UprError
+from upr_client import Client, UprError
 
 pytestmark = [pytest.mark.crash, pytest.mark.usefixtures("soon")]
 
@@ -288,3 +289,29 @@ async def test_a_disk_that_fails(server_process: StartServer) -> None:
         )
     assert await asyncio.to_thread(server.terminate) == 0
     await check_clean(server)
+
+
+@pytest.mark.skipif(SmallDisk not in _kinds(), reason="no file system may be mounted here")
+def test_an_owner_with_a_full_disk_is_taken_over_from(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    disk = SmallDisk(folder)
+    old = RunningServer(folder, "--tail-bytes", str(MIB))
+    old.log = tmp_path / "old.log"
+    try:
+        old.start()
+        new = server_process("--replicate-from", old.target)
+        wait_until_counted([old, new], old)
+        with Client(old.target) as client:
+            client.bucket().set(b"k", b"v", durability="replicated(1)")
+            disk.fill(old)
+            # A promise fits where nothing else does.
+            with Client(new.target) as taken:
+                assert taken.admin.promote(takeover=True).lost == ()
+            client.bucket().set(b"k", b"w")
+            assert client.bucket().get(b"k") == b"w"
+    finally:
+        old.kill()
+        disk.close()

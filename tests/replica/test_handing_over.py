@@ -351,6 +351,36 @@ async def test_when_one_bucket_does_not_become_active_none_takes_writes(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("why", ["full", "dead"])
+async def test_a_healthy_owner_does_not_give_way_to_one_that_could_not_serve_all(
+    start: Start, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    old, new = await start_set(start)
+    if why == "full":
+        monkeypatch.setattr(new.host.disk.room, "left", lambda: -1)
+    else:
+        new.host.bucket.partitions.kill(7, StorageFailedError("broken"))
+    before = old.ownership.standing
+    with pytest.raises(UprError) as refused:
+        await new.ownership.promote(takeover=True)
+    assert refused.value.reason == {"full": "NO_ROOM", "dead": "DATA_DAMAGED"}[why]
+    assert "'upr-admin topology'" in refused.value.hint
+    assert (old.ownership.active, old.ownership.standing) == (True, before)
+    # Nor is it named to one that is drained, and it reads on.
+    await until(lambda: not old.ownership.peers.met[new.ownership.standing.directory].in_step)
+    async with AsyncClient(old.target) as client:
+        with pytest.raises(UprError) as refused:
+            await client.admin.drain()
+    assert refused.value.reason == "NO_SUCCESSOR"
+    assert new.server._sets is not None
+    assert new.server._sets.serves
+    # Without an owner it is better than nobody.
+    await old.stop()
+    await new.ownership.promote()
+    assert new.ownership.active
+
+
+@pytest.mark.asyncio
 async def test_an_owner_that_met_a_claim_that_went_no_further_becomes_active_again(
     start: Start,
 ) -> None:

@@ -1,10 +1,12 @@
 """A cluster in the simulation: a few seeds under faults, and what those seldom do, step by step."""
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,8 @@ from tests.simulation.truth import USED, Violation
 from upr.cluster import keeper
 from upr.cluster.registry import Map
 from upr.engine.partitions import ACTIVE
+from upr.replica.inventory import Promoted
+from upr.replica.ownership import Ownership
 from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.catalog import Catalog
 from upr.service.replica_tables import TableFeed
@@ -182,6 +186,29 @@ def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
 
 
 @pytest.mark.long
+def test_who_claims_in_vain_lets_others_claim(
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = world.servers
+    # The one whose turn is first cannot serve, and does not know that.
+    one, other = sorted((second, third), key=lambda server: standing(server).directory)
+    serve = Ownership._serve
+
+    async def fails(ownership: Ownership, *how: Any) -> Promoted:
+        if ownership.standing.directory == standing(one).directory:
+            raise OSError(errno.ENOSPC, "full")
+        return await serve(ownership, *how)
+
+    monkeypatch.setattr(Ownership, "_serve", fails)
+    first.kill()
+    world.until(lambda: standing(other).row.epoch < standing(other).promised, 20, "claimed")
+    assert standing(other).candidate == standing(one).directory
+    world.until(lambda: other.active, 30, "active")
+    first.start()
+    world.settle()
+    world.check()
+
+
 def test_a_change_that_etcd_makes_later_is_not_taken_for_none(world: ClusterWorld) -> None:
     """The owner does not hear whether a server is counted no more, and that one alone would grant it to go on."""
     first, second, third = world.servers

@@ -41,6 +41,8 @@ MATCH_SECONDS = 1.0
 """Shortest time between two attempts to have the buckets that the map has."""
 TURN_SECONDS = 1.0
 """Time that each further counted server waits before it claims."""
+VAIN_SECONDS = 10.0
+"""Time after which others claim where nobody served: who claimed cannot end it."""
 STALE_SECONDS = 10.0
 """Age of what was read of etcd above which it counts no more."""
 _AWAY_HINT = "who is active goes on; until etcd answers nobody else becomes that, and nobody is counted or taken out"
@@ -64,8 +66,8 @@ class Keeper:
         self._read_at = 0.0
         self._tried_at = self._matched_at = -RESUME_SECONDS
         self._claimed: Row | None = None
-        # The last time at which not both witnesses said that the owner is gone.
-        self._gone_at = 0.0
+        # The last time at which not both witnesses said that the owner is gone, and at which somebody was to serve.
+        self._gone_at = self._served_at = 0.0
         self._told: dict[str, Exception | None] = {}
         # A server that is the first of its set, or was killed while it became that.
         self._is_first = not catalog.hosts and not catalog.damaged
@@ -79,7 +81,7 @@ class Keeper:
         return self._found is not None and directory in self._nodes()
 
     async def run(self, ownership: Ownership) -> None:
-        self._read_at = asyncio.get_running_loop().time()
+        self._read_at = self._served_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_key(ownership))
@@ -186,6 +188,9 @@ class Keeper:
             SetMember(directory=directory, address=address)
             for directory, address in self._nodes().items()
         )
+        met = ownership.peers.met.get(row.owner)
+        if row.serving or row.owner not in self._nodes() or (met is not None and met.claiming):
+            self._served_at = now
         if row.serving:
             await ownership.learned(row, row.epoch)
         if not self._catalog.replica_set and row.owner == ownership.standing.directory:
@@ -290,7 +295,9 @@ class Keeper:
         fencing = ownership.fencing
         if own not in row.counted or fencing is None or ownership.inventory.failure is not None:
             return False
-        if row.owner in self._nodes() or fencing.unasked_seconds < GRANT_SECONDS:
+        in_vain = now - self._served_at > VAIN_SECONDS
+        is_there = row.owner in self._nodes() and not in_vain
+        if is_there or fencing.unasked_seconds < GRANT_SECONDS:
             self._gone_at = now
         # From the second witness on: often that is the key, which is gone for all at the same moment.
         turn = sorted(row.counted - {row.owner}).index(own)

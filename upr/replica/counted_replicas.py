@@ -116,7 +116,7 @@ class CountedReplicas:
                 self.note_floor()
         if row != standing.row:
             return row
-        floor, holding = beside(self._floor, met)
+        floor, holding = beside(self._floor, met, self._catalog.hosts)
         stored = {d for d, one in met.items() if one.row.age >= row.age}
         return row.without(row.owner, floor, holding, stored) or row
 

@@ -185,7 +185,7 @@ class Fencing:
         for host in self._catalog.hosts:
             version = host.bucket.identity.version
             needed[version] = np.maximum(floor.get(version, none), host.bucket.copies.stable(1))
-        return row.shrunk(silent, *beside(needed, self._peers.met))
+        return row.shrunk(silent, *beside(needed, self._peers.met, self._catalog.hosts))
 
     @property
     def sure(self) -> frozenset[str]:

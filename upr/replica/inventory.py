@@ -11,7 +11,13 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.upstream_state import UpstreamState
 from upr_protocol.block import U64
-from upr_protocol.errors import StorageFailedError, UprError, shown
+from upr_protocol.errors import (
+    DataDamagedError,
+    NoRoomError,
+    StorageFailedError,
+    UprError,
+    shown,
+)
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.ownership import HELD, Follow, Held, Row
 
@@ -60,10 +66,20 @@ def in_one_order(buckets: Mapping[int, Held], versions: Iterable[int]) -> Held:
     return np.concatenate([nothing[:0], *(buckets.get(version, nothing) for version in versions)])
 
 
-def beside(needed: Mapping[int, U64], met: Mapping[str, Met]) -> tuple[U64, dict[str, U64]]:
-    """Return seqnos that are given by bucket version as one column, and in its order the markers of each server that was met."""
-    markers = {d: in_one_order(one.held, needed)["marker"] for d, one in met.items()}
-    return np.concatenate([np.zeros(0, np.uint64), *needed.values()]), markers
+def beside(
+    needed: Mapping[int, U64], met: Mapping[str, Met], hosts: Iterable[BucketService]
+) -> tuple[U64, dict[str, U64]]:
+    """Return seqnos that are given by bucket version as one column, and in its order how far each server that was met has
+    what this one has: nothing in a partition whose newest failover id is another one.
+    """
+    own = {host.bucket.identity.version: host.bucket.partitions.newest_id for host in hosts}
+    none = np.zeros(PARTITIONS, np.uint64)
+    ids = np.concatenate([none[:0], *(own.get(version, none) for version in needed)])
+    markers = {}
+    for directory, one in met.items():
+        held = in_one_order(one.held, needed)
+        markers[directory] = np.where(held["id"] == ids, held["marker"], np.uint64(0))
+    return np.concatenate([none[:0], *needed.values()]), markers
 
 
 def by_version(step: Follow, versions: Sequence[int]) -> dict[int, dict[int, int]]:
@@ -111,6 +127,13 @@ class Inventory:
     def now(self, *, as_copy: bool = False) -> dict[int, Held]:
         """Return what is durable here, by bucket version; see ``held_of``."""
         return {v: held_of(host, as_copy=as_copy) for v, host in self._hosts().items()}
+
+    def to_give(self) -> dict[int, Held]:
+        """Return what the others count on, by bucket version: nothing of a partition that is dead here."""
+        found = self.now(as_copy=True)
+        for version, host in self._hosts().items():
+            found[version]["marker"][host.bucket.partitions.state == DEAD] = 0
+        return found
 
     def named(self, version: int) -> str:
         """Return a bucket's name; its version where it could not be made here."""
@@ -255,6 +278,23 @@ class Inventory:
         """Why what is written here cannot be stored until the next start, of the first such bucket; None where it can."""
         failures = (host.bucket.failure for host in self._catalog.hosts)
         return next(filter(None, failures), None)
+
+    @property
+    def unfit(self) -> UprError | None:
+        """Why another server should be the active one if it can: a partition is dead here, or writes have no room."""
+        for host in self._catalog.hosts:
+            dead = np.flatnonzero(host.bucket.partitions.state == DEAD)
+            if len(dead):
+                return DataDamagedError(
+                    f"partition {dead[0]} of bucket {shown(host.bucket.identity.name)} is dead at this server",
+                    hint="take over to another one; 'upr-admin topology' shows who is in step",
+                )
+            if host.disk.room.left() < 0:
+                return NoRoomError(
+                    "the disk of this server has no room for writes",
+                    hint="make room, or take over to another one; 'upr-admin topology' shows who is in step",
+                )
+        return None
 
     def check_stores(self) -> None:
         """Raise StorageFailedError where ``failure`` says so: this server must not be the active one."""

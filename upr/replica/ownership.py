@@ -124,12 +124,21 @@ class Ownership:
 
     @property
     def in_step(self) -> bool:
+        """Whether it has all, and could take what is written; the owner can, for as long as it is that."""
+        return self.has_all and (self._is_owner or self.inventory.unfit is None)
+
+    @property
+    def _is_owner(self) -> bool:
+        return self.active or self.standing.row.owner == self.standing.directory
+
+    @property
+    def has_all(self) -> bool:
         """Whether it has every bucket that was listed last, which may be none, and its small tables are whole in each;
-        those of the owner are its own, also after a restart. One that cannot store what is written is not.
+        those of the owner are its own, also after a restart. One that can store nothing more has not.
         """
         if self.inventory.failure is not None:
             return False
-        if self.active or self.standing.row.owner == self.standing.directory:
+        if self._is_owner:
             return True
         hosts, listed = self._catalog.hosts, self._catalog.listed
         has_all = listed is not None and listed <= {h.bucket.identity.version for h in hosts}
@@ -262,7 +271,6 @@ class Ownership:
         standing = self.standing
         if self.active or self._paused or standing.owns:
             return
-        self._wait_for("")
         if standing.promised > standing.row.epoch:
             return
         if standing.row.epoch:
@@ -412,8 +420,12 @@ class Ownership:
             basis = None if self.fencing is None else await self.fencing.basis(force=force)
             # Nobody else may become active then, and only what is whole is kept.
             claimed = self._has_claimed(self.standing.row if basis is None else basis)
-            if not (self.in_step or self.inventory.is_whole or claimed or force):
+            if not (self.has_all or self.inventory.is_whole or claimed or force):
                 raise _not_in_step()
+            unfit = self.inventory.unfit
+            if takeover and not (force or self._is_owner) and unfit is not None:
+                # The owner can go on.
+                raise unfit
             self.standing.claim(force=force, basis=basis)
             self._paused = True
             becoming = self._catalog.becoming = asyncio.Event()
@@ -454,7 +466,7 @@ class Ownership:
     async def _check_reached(self, *, takeover: bool, claimed: bool) -> None:
         """Raise before anything is changed, if somebody who must be heard cannot be."""
         row = self.standing.row
-        joins = self.inventory.is_joining and not (self.in_step or claimed)
+        joins = self.inventory.is_joining and not (self.has_all or claimed)
         # In a cluster a server that was stopped is one that answers late.
         asked = {row.owner} if takeover or joins or self.fencing is None else set()
         reached = await self.peers.reach(row.counted | asked)
@@ -690,7 +702,6 @@ class Ownership:
                 records = np.flatnonzero(step.record[part] & alive).tolist()
                 await host.activate(step.row.epoch, {p: markers[p] for p in records})
             await self._begin_to_serve()
-        log.warning("this server is active", extra={"epoch": step.row.epoch})
         return Promoted(step.row, int(step.record.sum()), given_up)
 
     @contextlib.asynccontextmanager
@@ -705,7 +716,8 @@ class Ownership:
 
     async def _begin_to_serve(self, *, resumed: bool = False) -> None:
         """Be active: the buckets are. A higher epoch that was met while they became so ends it at once."""
-        self.active, self._catalog.replica, self.waiting = True, False, ""
+        self.active, self._catalog.replica = True, False
+        self._wait_for("")
         self._catalog.listed = None
         if self.fencing is not None:
             self.fencing.begin(self.standing.row, resumed=resumed)
@@ -715,6 +727,7 @@ class Ownership:
             await self.step_down(fenced=True)
         self.inventory.check_stores()
         check_owns(self.standing)
+        log.warning("this server is active", extra={"epoch": self.standing.row.epoch})
 
     # Meeting
 
@@ -726,6 +739,10 @@ class Ownership:
                     await self._round()
                 except (UprError, OSError, lmdb.Error) as error:
                     self._wait_for(str(error))
+                else:
+                    # What ended an attempt to take the ownership back goes on until the next one.
+                    if self.active or not self._has_just_tried:
+                        self._wait_for("")
                 await asyncio.sleep(MEET_SECONDS)
         finally:
             await self.follow_nobody()
@@ -734,6 +751,12 @@ class Ownership:
         before, self.waiting = self.waiting, words
         if words not in ("", before):
             log.warning("this server waits", extra={"active": self.active, "waiting": words})
+        elif before and not words:
+            log.info("this server waits no more", extra={"active": self.active})
+
+    @property
+    def _has_just_tried(self) -> bool:
+        return asyncio.get_running_loop().time() - self._took_back_at < RESUME_SECONDS
 
     async def _round(self) -> None:
         if self._paused:
@@ -755,11 +778,11 @@ class Ownership:
             await self.step_down(fenced=True)
         elif self.active:
             await self.counted_replicas.count()
-            self._wait_for("")
         elif self.standing.owns and not self._paused:
             await self._resume()
         elif self._is_left_alone(promised) and not self._paused:
-            log.warning("the change of owner was given up: this server takes it back")
+            if not self.waiting:
+                log.warning("the change of owner was given up: this server takes it back")
             self._took_back_at = asyncio.get_running_loop().time()
             await self.promote()
 
@@ -807,9 +830,8 @@ class Ownership:
             return False
         # One that is not heard may serve by force, and what it acknowledged would be undone.
         doubtful = {candidate} if candidate else {one.directory for one in self.peers.members}
-        now = asyncio.get_running_loop().time()
         heard = doubtful <= met.keys() | {standing.directory}
-        return heard and now - self._took_back_at >= RESUME_SECONDS
+        return heard and not self._has_just_tried
 
 
 def _not_in_step() -> UprError:

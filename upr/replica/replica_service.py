@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+import lmdb
 import numpy as np
 
 from upr.config import ServerConfig
@@ -16,7 +17,8 @@ from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.keepers import finish_even_if_cancelled
 from upr.service.overload.intake import Context
-from upr_protocol.errors import UprError, shown
+from upr.service.storage_trouble import words_of
+from upr_protocol.errors import StorageFailedError, UprError, shown
 from upr_protocol.ownership import Row, Served
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
 from upr_protocol.wire.v1.types_pb2 import SetPart
@@ -29,7 +31,10 @@ _T = TypeVar("_T")
 
 async def _whole(work: Coroutine[Any, Any, _T]) -> _T:
     """Do it to its end, also when the caller is gone: half a change of owner is none."""
-    return await finish_even_if_cancelled(asyncio.create_task(work))
+    try:
+        return await finish_even_if_cancelled(asyncio.create_task(work))
+    except (OSError, lmdb.Error) as error:
+        raise StorageFailedError(words_of(error), retriable=True) from error
 
 
 class ReplicaMethods:
@@ -67,7 +72,7 @@ class ReplicaMethods:
         ownership, own = self._ownership, self._ownership.standing.directory
         if ownership.active:
             return self._catalog.may_serve()
-        return ownership.in_step and ownership.standing.row.owner != own
+        return ownership.has_all and ownership.standing.row.owner != own
 
     @property
     def part(self) -> SetPart:
@@ -238,7 +243,7 @@ class ReplicaMethods:
             row=row_to_message(standing.row),
             epoch=standing.epoch,
             in_step=ownership.in_step,
-            held=held_to_messages(ownership.inventory.now(as_copy=True)),
+            held=held_to_messages(ownership.inventory.to_give()),
             members=ownership.peers.members_to_tell(standing),
             claiming=ownership.claiming,
             drained=ownership.drained,

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from upr.storage.journal import replace_durably, sync_folder
+from upr.storage.lmdb_pages import free_bytes
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.ownership import Row, Standing, first_row
 
@@ -256,6 +257,9 @@ class DataDirectory:
 
 OWNER_FILE = "owner.json"
 _OWNER_FORMAT = 1
+_SPARE_FILE = "owner.spare"
+_SPARE_BYTES = 4 * 2**20
+"""Room for a change of owner on a disk that others have filled: this file, and the partitions of a dozen buckets."""
 NO_ROW = Row(0, 0, "", False, frozenset())
 """The row of a server that has not heard of any."""
 
@@ -297,22 +301,30 @@ def read_standing(folder: Path, directory: str, *, replica: bool, meets: bool = 
     except FileNotFoundError:
         return Stored(Standing(directory, NO_ROW if replica else first_row(directory)))
     except ValueError as error:
-        raise DataDirectoryError(f"{OWNER_FILE} is malformed: {error}") from error
+        raise DataDirectoryError(f"{path} is malformed: {error}") from error
     try:
         if text["format"] != _OWNER_FORMAT:
             raise unknown_format(OWNER_FILE, text["format"], _OWNER_FORMAT)
         row: Any = text["row"]
-        known = Row(
-            row["epoch"], row["revision"], row["owner"], row["epoch"] > 0, frozenset(row["counted"])
-        )
-        standing = Standing(directory, known, text["promised"], text["candidate"])
+        epoch, revision, promised = map(_epoch, (row["epoch"], row["revision"], text["promised"]))
+        known = Row(epoch, revision, row["owner"], epoch > 0, frozenset(row["counted"]))
+        standing = Standing(directory, known, promised, text["candidate"])
         if replica and not meets and standing.owns and known.epoch == 1:
             standing = replace(standing, row=NO_ROW)
         # A file of before this was stored has none.
         sure = known.counted.intersection(text.get("known", ()))
         return Stored(standing, dict(text["addresses"]), sure)
-    except (KeyError, TypeError) as error:
-        raise DataDirectoryError(f"{OWNER_FILE} is malformed: {error!r}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataDirectoryError(
+            f"{path} is malformed: {type(error).__name__}: {error}",
+            hint="put it back from a copy of this directory; or let an empty directory join the set",
+        ) from error
+
+
+def _epoch(told: Any) -> int:
+    if type(told) is not int or not 0 <= told < 2**63:
+        raise ValueError(f"epoch, revision or promise is {told!r}; must be 0 to 2^63 - 1")
+    return told
 
 
 def write_standing(folder: Path, stored: Stored) -> None:
@@ -331,4 +343,19 @@ def write_standing(folder: Path, stored: Stored) -> None:
         "addresses": dict(sorted(stored.addresses.items())),
         "known": sorted(stored.known),
     }
-    replace_durably(folder / OWNER_FILE, json.dumps(text, indent=1) + "\n")
+    words = json.dumps(text, indent=1) + "\n"
+    spare = folder / _SPARE_FILE
+    if free_bytes(folder) < _SPARE_BYTES:
+        # Without the promise of this server no other one may be able to own.
+        spare.unlink(missing_ok=True)
+    replace_durably(folder / OWNER_FILE, words)
+    if free_bytes(folder) > 2 * _SPARE_BYTES and not spare.exists():
+        _make_spare(spare)
+
+
+def _make_spare(path: Path) -> None:
+    try:
+        with path.open("xb") as file:
+            os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES)
+    except OSError:
+        path.unlink(missing_ok=True)
