@@ -13,7 +13,7 @@ import pytest
 
 from tests.client.certificates import make_certificate
 from tests.etcd import RunningEtcd, running_etcd
-from tests.harness import poll, until
+from tests.harness import WAIT_SECONDS, poll, until
 from upr.cluster.etcd import CALL_SECONDS, Etcd
 from upr.cluster.map import MapRows
 from upr.cluster.registry import Map, Place
@@ -67,10 +67,12 @@ async def test_a_key_lives_as_long_as_its_session(etcd: RunningEtcd) -> None:
     async def is_there() -> bool:
         return b"/k/me" in (await client.read(b"/k/")).entries
 
-    session = asyncio.create_task(client.session(b"/k/me", b"here", 2))
-    await poll(is_there)
-    began = time.monotonic()
-    while time.monotonic() < began + 3.5:
+    began = asyncio.Event()
+    session = asyncio.create_task(client.session(b"/k/me", b"here", 2, began.set))
+    async with asyncio.timeout(WAIT_SECONDS):
+        await began.wait()
+    since = time.monotonic()
+    while time.monotonic() < since + 3.5:
         # Longer than the lease.
         await asyncio.sleep(0.2)
         assert await is_there()
@@ -93,7 +95,7 @@ async def test_an_etcd_that_is_stopped_or_away_is_told_in_time(tmp_path: Path) -
         for call in (
             client.read(b"/s/"),
             client.swap(b"/s/a", b"", 0),
-            client.session(b"/", b"", 5),
+            client.session(b"/", b"", 5, lambda: None),
         ):
             began = time.monotonic()
             with pytest.raises(UnavailableError):

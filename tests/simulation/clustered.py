@@ -6,6 +6,7 @@ serve is never older than one that might before, and the cluster mends itself.
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,15 @@ class FakeEtcd:
             raise UnavailableError("no answer of etcd")
         return self._swap(key, value, revision)
 
-    async def session(self, key: bytes, value: bytes, seconds: int) -> None:
+    async def session(
+        self, key: bytes, value: bytes, seconds: int, began: Callable[[], None]
+    ) -> None:
         """See ``Registry``."""
         await self._reach()
         self._set(key, value)
         own = self._entries[key]
         self._ends[key] = self._timeline.now + seconds
+        began()
         while self._entries.get(key) == own:
             await asyncio.sleep(seconds / 4)
             try:

@@ -567,3 +567,22 @@ def test_what_keeps_a_server_from_claiming_is_told_for_as_long_as_it_lasts(
         one for one in caplog.records if getattr(one, "part", "") == "taking part in the cluster"
     ]
     assert [one.levelname for one in told] == ["WARNING", "INFO"]
+
+
+def test_the_trouble_with_a_session_ends_when_the_key_is_there_again(
+    world: ClusterWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "upr.cluster.keeper")
+    _, second, _ = world.servers
+
+    def told() -> list[str]:
+        session = "the session with etcd"
+        return [one.levelname for one in caplog.records if getattr(one, "part", "") == session]
+
+    # For longer than the lease.
+    world.etcd.cut.add(second.host)
+    world.until(lambda: told() == ["WARNING"], 20, "told")
+    world.etcd.heal()
+    world.until(lambda: told() == ["WARNING", "INFO"], 20, "told that it goes on")
+    assert second.server is not None
+    world.until(lambda: second.server._problems() == [], 20, "without a problem")  # type: ignore[union-attr]

@@ -161,11 +161,14 @@ class Etcd:
         answer = await self._ask(lambda channel: stubs.KVStub(channel).Txn, request)
         return bool(answer.succeeded)
 
-    async def session(self, key: bytes, value: bytes, seconds: int) -> None:
+    async def session(
+        self, key: bytes, value: bytes, seconds: int, began: Callable[[], None]
+    ) -> None:
         """Keep a key with a lease until that is lost; cancelled, the key stays until the lease ends by itself."""
         request = wire.LeaseGrantRequest(ttl=seconds)
         made = await self._ask(lambda channel: stubs.LeaseStub(channel).LeaseGrant, request)
         await self._put([], wire.PutRequest(key=key, value=value, lease=made.id))
+        began()
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while loop.time() < until:

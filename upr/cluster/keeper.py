@@ -6,6 +6,7 @@ any other (``upr.replica.ownership``). While etcd is away nothing changes, and w
 """
 
 import asyncio
+import functools
 import logging
 import secrets
 from collections.abc import Callable, Coroutine
@@ -103,16 +104,18 @@ class Keeper:
     async def _keep_key(self, ownership: Ownership) -> None:
         """Keep the key that says that this server is there."""
         key = self._place.nodes + self._catalog.directory_id.encode()
+        goes_on = functools.partial(self._tell, "the session with etcd")
         while True:
             try:
                 if not self._gave_up(ownership):
                     value = encode_node(self._address(), __version__)
-                    session = self._registry.session(key, value, LEASE_SECONDS)
+                    session = self._registry.session(key, value, LEASE_SECONDS, goes_on)
                     await self._until_given_up(session, ownership)
             except UprError as error:
-                self._tell("the session with etcd", error)
+                goes_on(error)
             else:
-                self._tell("the session with etcd")
+                # Also where none is to be had: another server is to claim.
+                goes_on()
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _until_given_up(

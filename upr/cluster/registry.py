@@ -9,7 +9,7 @@ The map has one row, of the whole set, and the buckets that it has. What is in t
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -98,8 +98,14 @@ class Registry(Protocol):
     async def swap(self, key: bytes, value: bytes, revision: int) -> bool:
         """Set a key if its newest change is of this revision, 0 if it is not there; return whether it was set."""
 
-    async def session(self, key: bytes, value: bytes, seconds: int) -> None:
-        """Set a key that is gone when this process has not been heard for some seconds; return when it is lost."""
+    async def session(
+        self, key: bytes, value: bytes, seconds: int, began: Callable[[], None]
+    ) -> None:
+        """Set a key that is gone when this process has not been heard for some seconds; return when it is lost.
+
+        Args:
+            began: called once the key is set.
+        """
 
     async def changed(self, prefix: bytes, after: int) -> None:
         """Return when a key with a prefix was changed after a revision; perhaps without one."""
