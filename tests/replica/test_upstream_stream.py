@@ -13,9 +13,11 @@ import pytest
 
 from tests.engine.test_replication import entry
 from tests.harness import pass_turns, until
+from tests.replica.members import never
 from tests.storage.closed import Closed
 from upr.config import ServerConfig
 from upr.engine.partitions import DEAD
+from upr.engine.recovery import Undo
 from upr.replica import replication
 from upr.replica.inventory import held_of
 from upr.replica.links import Links
@@ -26,7 +28,7 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.replica_tables import TableFeed
 from upr.service.storage_trouble import Failing
 from upr_protocol.block import POSITION
-from upr_protocol.errors import UnavailableError, UprError
+from upr_protocol.errors import PermissionDeniedError, UnavailableError, UprError
 from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -379,7 +381,7 @@ async def test_a_server_that_cannot_store_asks_less_and_less_often_and_says_so_o
 class Channel:
     """A channel to an upstream whose lists are ``answers``, one after the other."""
 
-    def __init__(self, answers: list[admin.ListBucketsResponse | None]) -> None:
+    def __init__(self, answers: "list[Answer]") -> None:
         self._answers = answers
 
     async def __aenter__(self) -> "Channel":
@@ -391,19 +393,24 @@ class Channel:
 
     def unary_unary(self, method: str, **_: Any) -> Callable[..., Any]:
         async def ask(*_: Any, **__: Any) -> admin.ListBucketsResponse:
-            answer = self._answers.pop(0)
-            if answer is None:
-                raise UnavailableError("gone")
+            answer = self._answers.pop(0) or UnavailableError("gone")
+            if isinstance(answer, UprError):
+                raise answer
             return answer
 
         return ask
 
 
-def replicating(directory: str, *answers: admin.ListBucketsResponse | None) -> Replication:
+Answer = admin.ListBucketsResponse | UprError | None
+
+
+def replicating(directory: str, *answers: Answer, upstreams: int = 1) -> Replication:
+    """Return the replication of a server without a bucket, whose upstreams answer in turn."""
     catalog: Any = SimpleNamespace(directory_id="d", replica_set="s", hosts=[], listed=frozenset())
     channel = Channel(list(answers))
     links: Any = SimpleNamespace(open=lambda _: channel)
-    return Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", links, directory)
+    addresses = [f"127.0.0.1:{1 + n}" for n in range(upstreams)]
+    return Replication(catalog, addresses, True, lambda: "a", links, directory)
 
 
 @pytest.mark.asyncio
@@ -423,6 +430,92 @@ async def test_an_upstream_that_was_followed_is_tried_again_at_once(
     with pytest.raises(IndexError):
         await upstream_state.run()
     assert tries == [1, 2, 0, 1]
+
+
+@pytest.mark.asyncio
+async def test_why_no_upstream_is_followed_is_said_once_for_each_and_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, replication.__name__)
+    there = admin.ListBucketsResponse(replica_set="s", directory="e")
+    # gRPC tells the same trouble in several words, in turns.
+    failing = [UnavailableError(words) for words in ("gone", "no answer") * 4]
+    refused = PermissionDeniedError("who are you")
+    one = replicating("", *failing, refused, None, there, there, None, refused, upstreams=2)
+    monkeypatch.setattr(replication, "LIST_SECONDS", 0)
+    problems: list[UprError | None] = []
+
+    def delay(*_: Any, **__: Any) -> float:
+        problems.append(one.problem)
+        return 0
+
+    monkeypatch.setattr(replication, "delay", delay)
+    match = one._match
+
+    async def matched(answer: admin.ListBucketsResponse) -> None:
+        await match(answer)
+        problems.append(one.problem)
+
+    monkeypatch.setattr(one, "_match", matched)
+    with pytest.raises(IndexError):
+        await one.run()
+    first, second = "127.0.0.1:1", "127.0.0.1:2"
+    told = [(r.message, r.upstream, getattr(r, "error", "")) for r in caplog.records]  # type: ignore[attr-defined]
+    fails = "the upstream cannot be followed"
+    assert told == [
+        (fails, first, "gone"),
+        (fails, second, "no answer"),
+        (fails, first, "who are you"),
+        ("the upstream is followed", first, ""),
+        (fails, first, "gone"),
+        (fails, second, "who are you"),
+    ]
+    assert problems[:8] == failing
+    # The last list but one was asked for while it was followed.
+    assert [one and str(one) for one in problems[8:12]] == ["who are you", "gone", "gone", None]
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_kept_of_buckets_that_are_gone() -> None:
+    async def end() -> None: ...
+
+    one = replicating("")
+    for version in (1, 2, 3):
+        one._calls[version] = asyncio.create_task(end())
+        one._failures[version], one._troubles[version] = "no", replication._Trouble()
+    # One that could never be made here has no call, nor has one that another upstream had.
+    one._failures[4], one._troubles[5] = "no", replication._Trouble()
+    await asyncio.gather(*one._calls.values())
+    # The call of one that is gone may not have ended yet.
+    one._calls[3] = asyncio.create_task(never())
+    there = [admin.BucketInfo(version=1, problem=types.Problem(reason="DATA_DAMAGED"))]
+    answer = admin.ListBucketsResponse(replica_set="s", directory="e", buckets=there)
+    await one._match(answer)
+    assert (one._calls.keys(), one._troubles.keys()) == ({1, 3}, {1, 3})
+    one._calls[3].cancel()
+    await asyncio.wait({one._calls[3]})
+    await one._match(answer)
+    assert (one._calls.keys(), one._troubles.keys()) == ({1}, {1})
+    assert one._failures.keys() <= {1}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("lost", "words"), [((False, False), "received anew"), ((False, True), "is undone")]
+)
+async def test_what_is_only_received_anew_is_not_said_to_be_undone(
+    lost: tuple[bool, ...], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = replicating("")
+
+    async def reopen(*_: Any) -> None: ...
+
+    one._catalog.reopen = reopen  # type: ignore[method-assign, assignment]
+    log = FailoverLog((FailoverRecord(9, 0),))
+    undo = {partition: Undo(0, log, 1, lost=gone) for partition, gone in enumerate(lost)}
+    host: Any = SimpleNamespace(bucket=SimpleNamespace(identity=SimpleNamespace(name="default")))
+    await one._undo(host, undo, is_news=True)
+    assert [record.message.endswith(words) for record in caplog.records] == [True]
 
 
 def test_a_server_that_has_the_address_of_another_is_not_followed_for_it() -> None:

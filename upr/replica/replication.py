@@ -68,6 +68,7 @@ class Replication:
     Attributes:
         directory: the id of the upstream's data directory, empty if any server of the set will do; a change counts from the
             next look at the upstream's buckets on.
+        problem: why no upstream is followed now; None while one is. A server without a bucket has no other place for it.
 
     Raises:
         InvalidArgumentError: an address is malformed.
@@ -91,7 +92,8 @@ class Replication:
         self._links = links
         self.directory = directory
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._told = ""
+        self.problem: UprError | None = None
+        self._told: set[tuple[str, str]] = set()
         self._seen: set[int] = set()
         self._failures: dict[int, str] = {}
         self._troubles: dict[int, _Trouble] = {}
@@ -120,12 +122,13 @@ class Replication:
                 await asyncio.sleep(delay(self._tries, random.random(), away=True))
 
     def _failed(self, upstream: str, error: UprError) -> None:
-        """Say why an upstream cannot be followed: in the status, and once in the log."""
+        """Say why an upstream cannot be followed: in the status, and in the log once for each reason, as words vary."""
+        self.problem = error
         for host in self._catalog.hosts:
             if host.upstream_state is not None:
                 host.upstream_state.address, host.upstream_state.problem = upstream, error
-        if str(error) != self._told:
-            self._told = str(error)
+        if (upstream, error.reason) not in self._told:
+            self._told.add((upstream, error.reason))
             log.warning(
                 "the upstream cannot be followed", extra={"upstream": upstream, "error": str(error)}
             )
@@ -151,10 +154,10 @@ class Replication:
                         raise error_from_call(error) from error
                     self._check(answer)
                     await self._match(answer)
-                    self._tries = 0
+                    self._tries, self.problem = 0, None
                     if self._told:
                         log.info("the upstream is followed", extra={"upstream": upstream})
-                        self._told = ""
+                        self._told.clear()
                     for host in self._catalog.hosts:
                         if self._only is None or host.bucket.identity.version in self._only:
                             self._keep(host, upstream, streams)
@@ -210,6 +213,7 @@ class Replication:
                     await self._drop(host.bucket.identity)
         self._seen |= versions
         known = {host.bucket.identity.version: host for host in self._catalog.hosts}
+        self._forget(versions | known.keys())
         for info in answer.buckets:
             try:
                 await self._make(info, known.get(info.version))
@@ -220,11 +224,19 @@ class Replication:
             # Behind the buckets: its own replicas drop what it does not list.
             self._catalog.join(answer.replica_set)
 
+    def _forget(self, kept: set[int]) -> None:
+        """Keep nothing of buckets of other versions; of one whose call has not ended yet it goes at the next list."""
+        calling = {version for version, call in self._calls.items() if not call.done()}
+        told = self._calls.keys() | self._failures.keys() | self._troubles.keys()
+        for version in told - calling - kept:
+            self._calls.pop(version, None)
+            self._failures.pop(version, None)
+            self._troubles.pop(version, None)
+
     async def _drop(self, identity: Identity) -> None:
         """Drop a bucket; one that this upstream never listed is kept aside, because it may be nowhere else."""
         log.warning("a bucket is gone at the upstream", extra={"bucket": identity.name})
         keep = identity.version not in self._seen
-        self._troubles.pop(identity.version, None)
         try:
             with contextlib.suppress(BucketNotFoundError, BucketGoneError):
                 await self._catalog.drop(identity.name, identity.version, keep=keep)
@@ -313,8 +325,8 @@ class Replication:
     ) -> BucketService:
         name = host.bucket.identity.name
         if is_news:
-            log.warning(
-                "the upstream has another history: a part of the bucket's is undone",
-                extra={"bucket": name, "partitions": len(undo)},
-            )
+            words = "the upstream purged deletions that may be missing here: a part is received anew"
+            if any(one.lost for one in undo.values()):
+                words = "the upstream has another history: a part of the bucket's is undone"
+            log.warning(words, extra={"bucket": name, "partitions": len(undo)})
         return await self._catalog.reopen(name, undo)
