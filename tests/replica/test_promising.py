@@ -27,8 +27,10 @@ from upr.storage.directory import DataDirectory
 from upr_protocol.errors import (
     DataDamagedError,
     InvalidArgumentError,
+    NoRoomError,
     PartitionNotActiveError,
     ProtocolError,
+    UnavailableError,
     UprError,
 )
 from upr_protocol.failover import FailoverLog, FailoverRecord
@@ -116,8 +118,91 @@ async def test_one_that_cannot_be_asked_is_left_out_and_told_once(
     file.unlink()
     assert await peers.ask_promises(CLAIM, ["other"]) == {}
     assert await peers.reach(["other"]) == {}
-    (record,) = caplog.records
-    assert "cannot be read" in record.error  # type: ignore[attr-defined]
+    assert await peers.ask_promises(CLAIM, ["other"]) == {}
+    assert [record.call for record in caplog.records] == ["Promise", "Meet"]  # type: ignore[attr-defined]
+    assert all("cannot be read" in record.error for record in caplog.records)  # type: ignore[attr-defined]
+
+
+class Others:
+    """The calls of other servers, each of which answers by its address until it is to fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ownership: Ownership) -> None:
+        self.peers = Peers(ownership._catalog, lambda: "127.0.0.1:2", Links(), meets=True)
+        self.errors: dict[str, UprError] = {}
+        monkeypatch.setattr(self.peers, "_stub", self._stub)
+
+    def _stub(self, address: str) -> Any:
+        def call(name: str, answer: Any) -> Any:
+            async def called(*_: object, **__: object) -> Any:
+                if name in self.errors:
+                    raise self.errors[name]
+                (who,) = (d for d, a in self.peers.addresses.items() if a == address)
+                return answer(member=wire.SetMember(directory=who, address=address))
+
+            return called
+
+        return SimpleNamespace(
+            Meet=call("Meet", wire.MeetResponse), Promise=call("Promise", wire.PromiseResponse)
+        )
+
+
+@pytest.mark.asyncio
+async def test_one_that_is_met_and_refuses_to_promise_is_told_once_and_named_with_why(
+    ownership: Ownership, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "upr.replica.peers")
+    others = Others(monkeypatch, ownership)
+    peers, one, silent = others.peers, member(1), member(2)
+    peers.addresses |= {other.directory: other.address for other in (one, silent)}
+    peers._seen |= dict.fromkeys(peers.addresses, 0.0)
+
+    async def asked() -> str:
+        await peers.ask_promises(CLAIM, [one.directory])
+        await peers.reach([one.directory])
+        return peers.not_heard([one.directory, silent.directory]).message
+
+    words = "counted servers that cannot be reached"
+    both = f"{one.address}, {silent.address}; they may have what is missing here"
+    assert await asked() == f"{words}: {both}"
+    others.errors["Promise"] = DataDamagedError("it cannot be read")
+    for _ in range(3):
+        assert f"{words}, or refuse: {one.address} (it cannot be read), " in await asked()
+    assert [(r.levelname, r.call) for r in caplog.records] == [("WARNING", "Promise")]  # type: ignore[attr-defined]
+    # Also what passes by itself is named, and nothing that is old.
+    others.errors["Promise"] = NoRoomError("No space left on device")
+    assert f"{one.address} (No space left on device), {silent.address};" in await asked()
+    others.errors["Meet"] = UnavailableError("gone")
+    assert await asked() == f"{words}: {both}"
+    others.errors.clear()
+    assert await asked() == f"{words}: {both}"
+    assert [(r.levelname, r.call) for r in caplog.records[1:]] == [("INFO", "Promise")]  # type: ignore[attr-defined]
+    others.errors["Promise"] = DataDamagedError("it cannot be read")
+    await asked()
+    peers.drop(one.directory)
+    assert not peers._failed
+    assert not peers._refusals
+
+
+@pytest.mark.asyncio
+async def test_all_are_met_at_once(ownership: Ownership, monkeypatch: pytest.MonkeyPatch) -> None:
+    upstreams = [member(1).address, member(2).address]
+    peers = Peers(
+        ownership._catalog, lambda: "127.0.0.1:2", Links(), meets=True, upstreams=upstreams
+    )
+    peers.heard(member(3))
+    all_asked = asyncio.Barrier(3)
+
+    async def meet(*_: object, **__: object) -> wire.MeetResponse:
+        # A server that is cut off holds only itself up.
+        await all_asked.wait()
+        raise UnavailableError("no answer")
+
+    monkeypatch.setattr(peers, "_stub", lambda _: SimpleNamespace(Meet=meet))
+    owner = ownership.standing.directory
+    row = replace(CLAIM, owner=owner, serving=True)
+    async with asyncio.timeout(WAIT_SECONDS):
+        await peers.meet_all(replace(ownership.standing, row=row))
+    assert peers.met == {}
 
 
 @pytest.mark.asyncio

@@ -18,7 +18,13 @@ import numpy as np
 from upr.replica.links import Channels, Links
 from upr.service.buckets.catalog import Catalog
 from upr.storage.directory import HEX_ID
-from upr_protocol.errors import InvalidArgumentError, ProtocolError, UprError, shown
+from upr_protocol.errors import (
+    InvalidArgumentError,
+    ProtocolError,
+    UnavailableError,
+    UprError,
+    shown,
+)
 from upr_protocol.limits import MEMBER_SECONDS, NAME_BYTES_MAX, PARTITIONS, SET_MEMBERS_MAX
 from upr_protocol.ownership import HELD, Held, Outdated, Row, Standing
 from upr_protocol.wire.grpc import error_from_call
@@ -143,7 +149,9 @@ class Peers:
         self._meets = meets
         self._upstreams = dict.fromkeys(upstreams, "")
         self._told_alone = self._told_full = False
-        self._failed: dict[str, str] = {}
+        # By directory and call: what the log has, and what is refused.
+        self._failed: dict[str, dict[str, str]] = {}
+        self._refusals: dict[str, dict[str, str]] = {}
         self.addresses: dict[str, str] = dict(catalog.standing.addresses)
         self._seen: dict[str, float] = dict.fromkeys(self.addresses, time.monotonic())
         self.met: dict[str, Met] = {}
@@ -199,9 +207,12 @@ class Peers:
 
     def not_heard(self, missing: Iterable[str]) -> UprError:
         """Return the error of a promotion that must hear servers, and cannot."""
-        names = ", ".join(sorted(map(self.named, missing)))
+        refusals = {d: max(calls.items())[1] for d, calls in self._refusals.items() if calls}
+        known = sorted((self.named(one), refusals.get(one, "")) for one in missing)
+        names = ", ".join(f"{who} ({words})" if words else who for who, words in known)
+        refuse = ", or refuse" if any(words for _, words in known) else ""
         return UprError(
-            f"counted servers that cannot be reached: {names}; they may have what is missing here",
+            f"counted servers that cannot be reached{refuse}: {names}; they may have what is missing here",
             reason="NOT_HEARD",
             hint="start them with the data that they had; or 'upr-admin promote --force' goes on without what only they have",
             retriable=True,
@@ -252,7 +263,9 @@ class Peers:
         return standing.row.counted | {standing.row.owner, standing.candidate}
 
     def drop(self, directory: str) -> None:
-        """Forget where a server can be reached."""
+        """Forget where a server can be reached, and what it answered."""
+        self._failed.pop(directory, None)
+        self._refusals.pop(directory, None)
         if directory not in self.addresses:
             return
         log.info(
@@ -307,25 +320,31 @@ class Peers:
                         self.heard(
                             wire.SetMember(directory=options.directory, address=options.address)
                         )
-            await self._meet_upstreams()
-        self.met = await self.reach(set(self.addresses))
+        # At once: who is cut off answers late.
+        meeting = self.reach(set(self.addresses)), self._meet_upstreams(standing)
+        self.met, _ = await asyncio.gather(*meeting)
         for directory in self.met:
             self._saw(directory)
         self.forget()
 
-    async def _meet_upstreams(self) -> None:
-        """Ask servers that this one was told to follow who they are, where that is not known.
+    async def _meet_upstreams(self, standing: Standing) -> None:
+        """Have an owner ask servers that it was told to follow who they are, where that is not known.
 
         No owner tells the replica of a replica of the set. Once it is promoted by force, it and another owner would never
         hear of each other.
         """
         known = self.addresses.keys() | {self._catalog.directory_id}
-        for address in [a for a, found in self._upstreams.items() if found not in known]:
-            if self._meets and address not in self.addresses.values():
-                with contextlib.suppress(grpc.aio.AioRpcError, UprError):
-                    answer = await self._said(address)
-                    self._upstreams[address] = answer.member.directory
-                    self.heard(answer.member)
+        there = self.addresses.values()
+        unknown = [a for a, d in self._upstreams.items() if d not in known and a not in there]
+
+        async def meet(address: str) -> None:
+            with contextlib.suppress(grpc.aio.AioRpcError, UprError):
+                answer = await self._said(address)
+                self._upstreams[address] = answer.member.directory
+                self.heard(answer.member)
+
+        if self._meets and standing.owns:
+            await asyncio.gather(*map(meet, unknown))
 
     async def reach(self, directories: Iterable[str]) -> dict[str, Met]:
         """Meet servers at once, and return those that answered."""
@@ -364,27 +383,41 @@ class Peers:
             self.heard_of(answer.members)
             row, held = row_of_message(answer.row), held_of_messages(answer.held)
         except (grpc.aio.AioRpcError, UprError) as error:
-            self._tell(directory, error)
+            self._tell(directory, "Meet", error)
             return None
-        self._tell(directory)
+        self._tell(directory, "Meet")
         claiming, drained = answer.claiming, answer.drained
         return Met(row, answer.epoch, answer.in_step, held, claiming, drained)
 
-    def _tell(self, directory: str, error: grpc.aio.AioRpcError | UprError | None = None) -> None:
-        """Log what an operator has to mend, when it begins and when it ends; servers come and go by themselves."""
+    def _tell(
+        self, directory: str, call: str, error: grpc.aio.AioRpcError | UprError | None = None
+    ) -> None:
+        """Remember what is refused, and log what an operator has to mend, when it begins and when it ends.
+
+        Servers come and go by themselves. Each call by itself: a server that is met may refuse to promise.
+        """
         if isinstance(error, grpc.aio.AioRpcError):
             error = error_from_call(error)
         words = "" if error is None else error.message
+        refusals = self._refusals.setdefault(directory, {})
+        if isinstance(error, UnavailableError):
+            # It is not reached, which gRPC tells in ever other words.
+            refusals.clear()
+        elif error is not None:
+            refusals[call] = words
+        else:
+            refusals.pop(call, None)
         # Nonsense is retriable too, as a peer may be replaced, but does not pass by itself.
         passes = error is not None and error.retriable and not isinstance(error, ProtocolError)
-        if passes or words == self._failed.get(directory, ""):
+        failed = self._failed.setdefault(directory, {})
+        if passes or words == failed.get(call, ""):
             return
-        self._failed[directory] = words
-        who = self.named(directory)
+        failed[call] = words
+        told = {"who": self.named(directory), "call": call}
         if words:
-            log.warning("a server of the set cannot be asked", extra={"who": who, "error": words})
+            log.warning("a server of the set cannot be asked", extra={**told, "error": words})
         else:
-            log.info("a server of the set can be asked again", extra={"who": who})
+            log.info("a server of the set can be asked again", extra=told)
 
     async def ask_grant(self, directory: str, epoch: int) -> bool:
         """Ask a server for a grant; False if it does not give one, or cannot be reached."""
@@ -395,8 +428,9 @@ class Peers:
             stub = self._stub(self.addresses.get(directory, ""))
             answer = await stub.Grant(request, timeout=ANSWER_SECONDS)
         except (grpc.aio.AioRpcError, UprError) as error:
-            self._tell(directory, error)
+            self._tell(directory, "Grant", error)
             return False
+        self._tell(directory, "Grant")
         return bool(answer.granted) and answer.member.directory == directory
 
     async def ask_promises(
@@ -428,8 +462,9 @@ class Peers:
             answer = await stub.Promise(request, timeout=PROMISE_SECONDS)
             row, held = row_of_message(answer.row), held_of_messages(answer.held)
         except (grpc.aio.AioRpcError, UprError) as error:
-            self._tell(directory, error)
+            self._tell(directory, "Promise", error)
             return None
+        self._tell(directory, "Promise")
         if answer.member.directory != directory:
             return None
         if not answer.promised:

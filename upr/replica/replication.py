@@ -325,7 +325,9 @@ class Replication:
     ) -> BucketService:
         name = host.bucket.identity.name
         if is_news:
-            words = "the upstream purged deletions that may be missing here: a part is received anew"
+            words = (
+                "the upstream purged deletions that may be missing here: a part is received anew"
+            )
             if any(one.lost for one in undo.values()):
                 words = "the upstream has another history: a part of the bucket's is undone"
             log.warning(words, extra={"bucket": name, "partitions": len(undo)})
