@@ -14,6 +14,7 @@ import pytest
 from tests.client.certificates import make_certificate
 from tests.etcd import RunningEtcd, running_etcd
 from tests.harness import WAIT_SECONDS, poll, until
+from tests.proxy import Proxy
 from upr.cluster.etcd import CALL_SECONDS, Etcd
 from upr.cluster.map import MapRows
 from upr.cluster.registry import Map, Place
@@ -102,6 +103,15 @@ async def test_an_etcd_that_is_stopped_or_away_is_told_in_time(tmp_path: Path) -
                 await call
             assert time.monotonic() - began < CALL_SECONDS + 30
         process.send_signal(signal.SIGCONT)
+        await client.close()
+
+
+async def test_one_that_is_far_away_can_be_connected(etcd: RunningEtcd) -> None:
+    # Each piece takes longer than gRPC waits between two attempts at first.
+    with Proxy(etcd.endpoints[0]) as proxy:
+        proxy.delay(0.15)
+        client = Etcd([proxy.target])
+        await client.read(b"/far/")
         await client.close()
 
 

@@ -34,7 +34,8 @@ _EQUAL, _MOD = 0, 2
 _OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    # In spite of its name this is how long one attempt to connect may take: as long as a call waits for it.
+    ("grpc.min_reconnect_backoff_ms", int(CALL_SECONDS * 1000)),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
