@@ -24,7 +24,7 @@ from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.catalog import Catalog
 from upr.service.replica_tables import TableFeed
 from upr_client import AsyncClient, UprError
-from upr_protocol.errors import NoRoomError
+from upr_protocol.errors import NoRoomError, UnavailableError
 from upr_protocol.ownership import Standing
 from upr_protocol.wire.v1.change_stream_service_pb2 import Tables
 
@@ -567,6 +567,23 @@ def test_what_keeps_a_server_from_claiming_is_told_for_as_long_as_it_lasts(
         one for one in caplog.records if getattr(one, "part", "") == "taking part in the cluster"
     ]
     assert [one.levelname for one in told] == ["WARNING", "INFO"]
+
+
+def test_who_claimed_in_vain_is_not_said_to_be_gone(
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = world.servers[1]
+
+    async def fails(*_: object) -> None:
+        raise UnavailableError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ownership, "_drive", fails)
+        assert world.promoted(second) == "UNAVAILABLE"
+    world.until(lambda: second.active, 20, "active")
+    told = {one.message for one in caplog.records if one.name == keeper.__name__}
+    assert "this server claims its ownership back" in told
+    assert not any("the owner is gone" in words for words in told)
 
 
 def test_the_trouble_with_a_session_ends_when_the_key_is_there_again(
