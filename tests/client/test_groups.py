@@ -196,6 +196,29 @@ async def test_a_slow_member_that_iterates_keeps_its_lease(target: str) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_member_that_is_closed_while_it_is_assigned_revokes_all(target: str) -> None:
+    held: set[int] = set()
+    assigned, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def take(partitions: list[int]) -> None:
+        held.update(partitions)
+        assigned.set()
+        await goes_on.wait()
+
+    group = Group("closed", on_assigned=take, on_revoked=held.difference_update)
+    async with AsyncClient(target) as client:
+        member = client.bucket().changes(resume=group)
+        async with member:
+            iterating = asyncio.create_task(anext(member, None))
+            await assigned.wait()
+            closing = asyncio.create_task(member.close())
+            await asyncio.wait([closing], timeout=0.5)
+            goes_on.set()
+            await asyncio.wait([iterating, closing])
+    assert len(held) == 0
+
+
+@pytest.mark.asyncio
 async def test_a_slow_member_that_takes_batches_does_none_twice(
     target: str,
 ) -> None:

@@ -273,9 +273,7 @@ class AsyncChanges:
             if in_server and self._entered:
                 # Before the call ends: its end hands over.
                 await self._last_save()
-                with self._mutex:
-                    self._following.revoke_all()
-                await self._tell_revoked()
+                await self._tell_revoked(of_all=True)
         finally:
             try:
                 seconds = self._bucket.connection.connect_timeout if in_server else 0.0
@@ -665,7 +663,7 @@ class AsyncChanges:
         except UprError as error:
             await self._lost(error)
             return
-        anew: Mapping[int, Position | None] = found
+        anew: Mapping[int, Position | None] = {} if self._closed else found
         group = self._options.group
         if anew and group is not None and group.on_assigned is not None:
             try:
@@ -681,10 +679,12 @@ class AsyncChanges:
             anew = {**anew, **given}
         with self._mutex:
             self._following.begin(anew)
+        if self._closed:
+            await self._tell_revoked(of_all=True)
 
-    async def _tell_revoked(self) -> None:
+    async def _tell_revoked(self, *, of_all: bool = False) -> None:
         with self._mutex:
-            revoked = self._following.take_revoked()
+            revoked = self._following.take_revoked(of_all)
         group = self._options.group
         if revoked and group is not None and group.on_revoked is not None:
             await maybe_await(group.on_revoked(revoked))

@@ -274,9 +274,7 @@ class Changes:
             if in_server and self._entered:
                 # Before the call ends: its end hands over.
                 self._last_save()
-                with self._mutex:
-                    self._following.revoke_all()
-                self._tell_revoked()
+                self._tell_revoked(of_all=True)
         finally:
             try:
                 seconds = self._bucket.connection.connect_timeout if in_server else 0.0
@@ -666,7 +664,7 @@ class Changes:
         except UprError as error:
             self._lost(error)
             return
-        anew: Mapping[int, Position | None] = found
+        anew: Mapping[int, Position | None] = {} if self._closed else found
         group = self._options.group
         if anew and group is not None and group.on_assigned is not None:
             try:
@@ -682,10 +680,12 @@ class Changes:
             anew = {**anew, **given}
         with self._mutex:
             self._following.begin(anew)
+        if self._closed:
+            self._tell_revoked(of_all=True)
 
-    def _tell_revoked(self) -> None:
+    def _tell_revoked(self, *, of_all: bool = False) -> None:
         with self._mutex:
-            revoked = self._following.take_revoked()
+            revoked = self._following.take_revoked(of_all)
         group = self._options.group
         if revoked and group is not None and group.on_revoked is not None:
             maybe_await(group.on_revoked(revoked))

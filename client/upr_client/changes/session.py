@@ -528,16 +528,15 @@ class Following:
         self._saving.forget(anew)
         self._begin(sorted(anew))
 
-    def revoke_all(self) -> None:
-        self._revoke(self._assigned)
-
     def _revoke(self, partitions: Iterable[int]) -> None:
         gone = self._assigned.intersection(partitions)
         self._assigned -= gone
         self._revoked += sorted(gone)
 
-    def take_revoked(self) -> list[int]:
-        """Return, once, the partitions that were begun and are this member's no more."""
+    def take_revoked(self, of_all: bool) -> list[int]:
+        """Return, once, the partitions that were begun and are this member's no more; ``of_all``: none is any more."""
+        if of_all:
+            self._revoke(self._assigned)
         revoked, self._revoked = self._revoked, []
         return revoked
 
