@@ -173,7 +173,7 @@ def test_tags_name_points_and_pins_keep_them(four: Path, tmp_path: Path) -> None
     assert told == {"tagged": "before-it", "id": 2, "pin": True}
     assert upr_backup(four, "tag", "newest").stdout == "tagged: newest, backup 4\n"
     for arguments, code in (
-        (["tag", "newest", "1"], 2),
+        (["tag", "newest", "1"], 4),
         (["tag", "../x"], 2),
         (["tag", "x", "9"], 3),
         (["tag", "nobody", "--remove"], 3),

@@ -16,13 +16,14 @@ from upr_backup.cli.shared import (
     progress_option,
     summary,
 )
-from upr_backup.errors import RepositoryDamagedError, RepositoryError
+from upr_backup.errors import RepositoryDamagedError
 from upr_backup.repository import Storage
 from upr_backup.repository.documents import now_micros, time_text
 from upr_backup.repository.lock import Lock
 from upr_backup.repository.repository import Tag, number_in
 from upr_cli_kit import exit_codes
 from upr_cli_kit.output import confirm, note, output_options, print_done, print_json
+from upr_protocol.errors import AlreadyExistsError
 
 
 @click.command("merge")
@@ -182,7 +183,7 @@ def tag(
         chain = repository.chain(indexed=True)
         link = chain.link(number or chain.last)
         if not repository.add_tag(name, Tag(link.number, link.sha256, pin)):
-            raise RepositoryError(
+            raise AlreadyExistsError(
                 f"there is a tag {name!r} already, of backup {repository.tag(name).number}",
                 hint=f"take it away before: tag {name} --remove",
             )
