@@ -156,6 +156,14 @@ def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         list(read_rows(Pipe(b"x" * 100), "f"))
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
+    lines = b'\xef\xbb\xbf{"key":"a","value":"1"}\n'
+    table = b'\xef\xbb\xbf"key","value"\r\n"a","1"\r\n'
+    for kind in (io.BytesIO, Pipe):
+        assert list(read_rows(kind(lines), "f")) == [[(b"a", b"1")]]
+        assert list(read_csv(kind(table), "f", None)) == [[(b"a", b"1")]]
+
+
 CSV = b'\xef\xbb\xbfop,key,value\r\nset,a,1\r\n\r\ndelete,b,\r\nset,c,"x\ny""\r\n"'
 
 
@@ -173,6 +181,13 @@ def test_a_pipe_that_pauses_holds_no_row_of_csv_back() -> None:
         assert next(portions) == [(b"a", b"1"), (b"b", b"2")]
         end.write(b",3\n")
         assert next(portions) == [(b"c", b"3")]
+
+
+def test_the_column_deleted_of_csv_says_true_or_false() -> None:
+    text = b"deleted,key,value\ntrue,a,\nFalse,b,\nfalse,c,1\n"
+    assert list(read_csv(io.BytesIO(text), "f", None)) == [
+        [(b"a", None), (b"b", b""), (b"c", b"1")]
+    ]
 
 
 class Halves(io.BytesIO):
@@ -213,6 +228,16 @@ def test_bad_csv_says_what_is_wrong(text: bytes, key_field: str | None, words: s
     ("columns", "cells", "words"),
     [
         (("deleted", "key", "value"), (False, b"k", None), '"value" is None; must be'),
+        (
+            ("op", "deleted", "key", "value"),
+            ("delete", False, "k", "v"),
+            "set or delete, and not both",
+        ),
+        (
+            ("op", "deleted", "key", "value"),
+            ("set", True, "k", "v"),
+            "set or delete, and not both",
+        ),
         (("key", "value"), ("k", 5), '"value" is 5; must be text or bytes'),
         (("key", "value"), (True, b""), '"key" is True; must be text or a whole number'),
     ],
@@ -267,6 +292,23 @@ def test_a_cell_of_parquet_that_cannot_be_read_is_named_after_what_precedes_it(
     assert [key for key, _ in next(portions)] == [b"a", b"b"]
     with pytest.raises(InvalidArgumentError, match=r"f.parquet:3: it cannot be read: Nano"):
         next(portions)
+
+
+def test_damaged_parquet_is_named(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    file = tmp_path / "f.parquet"
+    parquet.write_table(pa.table({"key": ["a"] * 50, "value": ["b" * 100] * 50}), file)
+    data = file.read_bytes()
+    file.write_bytes(data[:40] + b"\xff" * 60 + data[100:])
+    with pytest.raises(InvalidArgumentError, match=r"f.parquet:1: it cannot be read: "):
+        list(read_parquet(file, None))
+    file.write_bytes(data[:-60] + b"\xff" * 40 + data[-20:])
+    with pytest.raises(InvalidArgumentError, match=r"f.parquet: not Parquet: "):
+        list(read_parquet(file, None))
+    with pytest.raises(FileNotFoundError):
+        list(read_parquet(tmp_path / "none", None))
 
 
 def test_parquet_needs_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:

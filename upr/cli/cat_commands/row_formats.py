@@ -31,6 +31,9 @@ _FIELDS = frozenset({"key", "key_base64", "value", "value_base64"})
 _COLUMNS: Final = ("partition", "seqno", "op", "deleted", "key", "value", "time")
 """Columns of changes as this project writes them; of these only op, deleted, key and value count."""
 _PARQUET_ROWS: Final = 1000
+_BOM: Final = "\ufeff".encode()
+_FLAGS: Final = {"true": True, "false": False}
+"""What a cell of text says, as in CSV, which has no other."""
 
 
 def change_line(change: Change) -> str:
@@ -255,9 +258,12 @@ def _change_row(columns: Sequence[str], cells: Sequence[Any]) -> Row:
     record = dict(zip(columns, cells, strict=True))
     key, value, op = _key(record["key"], "key"), record["value"], record.get("op", "")
     deleted = record.get("deleted", op == "delete" if op else value is None)
-    if not isinstance(deleted, bool) or op not in ("", "set", "delete"):
+    if isinstance(deleted, str):
+        deleted = _FLAGS.get(deleted.lower(), deleted)
+    known = isinstance(deleted, bool) and op in ("", "set", "delete")
+    if not known or (op and deleted != (op == "delete")):
         raise InvalidArgumentError(
-            f'"op" is {op!r:.20}, "deleted" {deleted!r:.20}; must say set or delete'
+            f'"op" is {op!r:.20}, "deleted" {deleted!r:.20}; must say set or delete, and not both'
         )
     if deleted:
         value = None
@@ -301,7 +307,7 @@ def _located(error: InvalidArgumentError, place: str) -> InvalidArgumentError:
 
 
 def _lines(stream: IO[bytes], name: str) -> Iterator[list[bytes]]:
-    """Yield the lines of a file, without their line feeds, as they come in."""
+    """Yield the lines of a file, without their line feeds and a byte order mark before them, as they come in."""
     number = 0
     parts: list[bytes] = []
     held = 0
@@ -318,6 +324,8 @@ def _lines(stream: IO[bytes], name: str) -> Iterator[list[bytes]]:
             continue
         # At the end of the file what has no line feed is a line as well.
         lines[0] = b"".join([*parts, lines[0]])
+        if not number:
+            lines[0] = lines[0].removeprefix(_BOM)
         parts = [lines.pop()] if data else []
         held = len(parts[0]) if parts else 0
         number += len(lines)
@@ -352,8 +360,7 @@ def read_csv(stream: IO[bytes], name: str, key_field: str | None) -> Iterator[li
             if not cells:
                 pass
             elif make is None:
-                columns = [cells[0].removeprefix("\ufeff"), *cells[1:]]
-                make = row_maker(columns, key_field)
+                columns, make = cells, row_maker(cells, key_field)
             elif len(cells) != len(columns):
                 raise InvalidArgumentError(f"{len(cells)} cells; must be {len(columns)}")
             else:
@@ -401,9 +408,11 @@ def read_parquet(path: Path, key_field: str | None) -> Iterator[list[Row]]:
         if rows:
             yield rows
         raise _located(error, f"{path}:{number}" if number else f"{path}") from None
-    except (ArrowException, OverflowError, ValueError) as error:
+    except (ArrowException, OSError, OverflowError, ValueError) as error:
         if rows:
             yield rows
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # Of the file system: pyarrow has none for what the file holds.
         if make is None:
             raise InvalidArgumentError(f"{path}: not Parquet: {error}") from None
         raise InvalidArgumentError(f"{path}:{number + 1}: it cannot be read: {error}") from None
