@@ -106,6 +106,23 @@ def test_a_truncated_file_ends_the_server_with_one_line(server_process: StartSer
     assert last.startswith(f"error: {file.relative_to(server.data / 'buckets')} has ")
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_store_that_is_empty_or_gone_is_damage(server_process: StartServer, gone: bool) -> None:
+    server = server_process()
+    assert server.terminate() == 0
+    (file,) = server.data.glob("buckets/*/store/data.mdb")
+    file.unlink()
+    if not gone:
+        file.touch()
+    server.launch()
+    assert server.wait() == 1
+    last = server.log_text().splitlines()[-1]
+    assert last.startswith(
+        f"error: {file.relative_to(server.data / 'buckets')} has no identity of a bucket"
+    )
+    assert last.endswith("(restore the data directory from a replica or a backup)")
+
+
 def logs(server: RunningServer) -> dict[int, Any]:
     with Client(server.target) as client:
         return dict(client.admin.failover_logs("default"))

@@ -36,7 +36,7 @@ MAP_BYTES_USUAL = 3 * 2**40
 MAP_BYTES = 16 * 2**40
 """Bounds of a map, see ``map_bytes``. A process has 128 TiB of addresses; BUCKETS_MAX usual maps take 96."""
 _MAP_GRAIN = 2**20
-_HINT = "restore the data directory from a replica or a backup"
+RESTORE_HINT = "restore the data directory from a replica or a backup"
 
 
 class PageDamage(Exception):
@@ -157,7 +157,7 @@ class PageFile:
         )
 
     def _damaged(self, words: str) -> DataDamagedError:
-        return DataDamagedError(f"{self.path}: {words}", hint=_HINT)
+        return DataDamagedError(f"{self.path}: {words}", hint=RESTORE_HINT)
 
     @property
     def page_bytes(self) -> int:
@@ -294,7 +294,7 @@ def check_length(folder: Path) -> None:
             numbers = " and ".join(str(meta.transaction) for meta in file.metas)
             raise DataDamagedError(
                 f"{path}: its meta pages are of the transactions {numbers}, not of two in a row",
-                hint=_HINT,
+                hint=RESTORE_HINT,
             )
         meta = file.chosen
         needed = (meta.last_page + 1) * file.page_bytes
@@ -310,7 +310,7 @@ def check_length(folder: Path) -> None:
         if lacking:
             raise DataDamagedError(
                 f"{path} has {file.size} bytes, it should have {needed}: its end is missing",
-                hint=_HINT,
+                hint=RESTORE_HINT,
             )
 
 

@@ -21,9 +21,15 @@ from upr.service.sight.counts import Traffic
 from upr.service.storage_trouble import Troubles, words_of
 from upr.storage.blocks import compressor
 from upr.storage.journal import Commit, Journal, Record
+from upr.storage.lmdb_pages import DATA_FILE, RESTORE_HINT
 from upr.storage.store import Counters, Store
 from upr_protocol.block import COMPILED
-from upr_protocol.errors import BucketGoneError, ShuttingDownError, StorageFailedError
+from upr_protocol.errors import (
+    BucketGoneError,
+    DataDamagedError,
+    ShuttingDownError,
+    StorageFailedError,
+)
 
 try:
     from upr.service.buckets._writer import Writer
@@ -135,7 +141,10 @@ class Disk:
         try:
             identity = self.store.identity()
             if identity is None:
-                raise StorageFailedError(f"{folder} holds a store without an identity")
+                raise DataDamagedError(
+                    f"{folder / 'store' / DATA_FILE} has no identity of a bucket: it is empty, or was gone",
+                    hint=RESTORE_HINT,
+                )
             self.identity = identity
             self.troubles = Troubles(identity.name, tell)
             self.compress = compressor(identity.compression)
