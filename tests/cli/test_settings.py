@@ -139,6 +139,9 @@ def test_what_is_printed_is_a_file_of_the_same_settings(tmp_path: Path) -> None:
         ("tail-bytes = true", "tail-bytes is True; must be a text or a number"),
         ("purge-hold = 5", "purge-hold: '5' must be a duration of 0s to 36500d, with its unit"),
         ("insecure = 'no'", "insecure is 'no'; must be true or false"),
+        ("data = 5", "data is 5; must be a text, in quotes"),
+        ('data = "a\\u0000"', "data is 'a\\x00'; must be without null bytes"),
+        ('tls-cert = "\\u0000"', "tls-cert is '\\x00'; must be without null bytes"),
         ("listen = 'here'", "listen: 'here' is not HOST:PORT"),
         ("log-format = 'xml'", "log-format: 'xml' is not one of"),
         ("listen =", "cannot be read: Invalid value (at end of document)"),
@@ -180,6 +183,12 @@ def test_the_directory_must_be_named(tmp_path: Path) -> None:
             done = CliRunner().invoke(main, [*given, *more], env={"UPR_SERVER_DATA": ""})
             assert done.exit_code == 2
             assert "--data" in done.stderr
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('data = "x"\n', encoding="utf-8-sig")
+    assert printed("--config", str(file))["data"] == f'"x"  # {file}'
 
 
 def test_none_may_be_written_as_nothing(tmp_path: Path) -> None:

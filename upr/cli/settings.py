@@ -134,7 +134,8 @@ def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     if path is None:
         return
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        # TOML has no byte order mark, but editors write one.
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise click.UsageError(f"{path} cannot be read: {error}") from None
     ctx.obj = path
@@ -160,13 +161,17 @@ def _checked(where: str, name: str, value: object) -> object:
         return value
     if option.kind == "addresses" and isinstance(value, list):
         value = ",".join(map(str, value))
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise click.UsageError(f"{where}: {name} is {value!r}; must be a text or a number")
+    numbers = option.kind in ("count", "duration", "size")
+    if isinstance(value, bool) or not isinstance(value, str | int | float if numbers else str):
+        what = "a text or a number" if numbers else "a text, in quotes"
+        raise click.UsageError(f"{where}: {name} is {value!r}; must be {what}")
     text = str(value)
     try:
         _type_of(name, option).convert(text, None, None)
     except click.BadParameter as error:
         raise click.UsageError(f"{where}: {name}: {error.message}") from None
+    except ValueError:
+        raise click.UsageError(f"{where}: {name} is {text!r}; must be without null bytes") from None
     return text
 
 
