@@ -468,5 +468,5 @@ def test_without_the_option_there_is_no_port_and_no_other_address_without_insecu
     server_process: StartServer, shared_server: RunningServer
 ) -> None:
     assert text_status(shared_server) is None
-    with pytest.raises(ServerFailed, match=r"listen address is 0\.0\.0\.0:0; must be loopback"):
+    with pytest.raises(ServerFailed, match=r"--text is 0\.0\.0\.0:0; must be loopback"):
         server_process("--text", "0.0.0.0:0")

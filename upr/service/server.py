@@ -79,11 +79,14 @@ _HAS_SCHEME = re.compile("[^[].*:")
 """Beginning of a host that gRPC takes for an address of another kind; that of IPv6 stands in brackets."""
 
 
-def check_listen(address: str, *, insecure: bool, guarded: bool = False) -> bool:
+def check_listen(
+    address: str, *, insecure: bool, guarded: bool = False, option: str = "--listen"
+) -> bool:
     """Return whether the address is loopback.
 
     Args:
         guarded: whether what is served there has TLS and identities.
+        option: what gives the address; the ports of the others than --listen have no TLS.
 
     Raises:
         ListenError: it is not HOST:PORT, or neither loopback nor allowed to be insecure.
@@ -93,7 +96,7 @@ def check_listen(address: str, *, insecure: bool, guarded: bool = False) -> bool
     named = host in ("", "unix", "unix-abstract", "vsock")
     if named or _HAS_SCHEME.match(host) or not port.isdigit() or int(port) > 65535:
         raise ListenError(
-            f"listen address is {address!r}; must be HOST:PORT", hint="for example 127.0.0.1:7711"
+            f"{option} is {address!r}; must be HOST:PORT", hint="for example 127.0.0.1:7711"
         )
     bare = host.strip("[]")
     try:
@@ -101,11 +104,14 @@ def check_listen(address: str, *, insecure: bool, guarded: bool = False) -> bool
     except ValueError:
         loopback = False
     if not loopback and not insecure and not guarded:
-        raise ListenError(
-            f"listen address is {address}; must be loopback without TLS and identities",
-            hint="give --tls-cert and --tls-key, and --tokens or --tls-client-ca; or --insecure to listen there without"
-            " encryption or authentication",
-        )
+        without, hint = "--insecure", "give --insecure to serve there without encryption"
+        if option == "--listen":
+            without = "TLS and identities"
+            hint = (
+                "give --tls-cert and --tls-key, and --tokens or --tls-client-ca; or --insecure to listen there without"
+                " encryption or authentication"
+            )
+        raise ListenError(f"{option} is {address}; must be loopback without {without}", hint=hint)
     if not loopback and not guarded:
         log.warning(
             "listening for everybody, without TLS or without identities", extra={"address": address}
@@ -192,7 +198,9 @@ class Server:
         self._access = Access(config.tokens, config.tls_client_ca is not None, config.open_admin)
         guarded = self._tls is not None and self._access.has_identities
         check_listen(config.listen, insecure=config.insecure, guarded=guarded)
-        loopback = bool(config.http) and check_listen(config.http, insecure=config.insecure)
+        loopback = bool(config.http) and check_listen(
+            config.http, insecure=config.insecure, option="--http"
+        )
         self._check_text()
         self._directory = DataDirectory(config.data, must_exist=config.require_data)
         try:
@@ -255,7 +263,7 @@ class Server:
                 "--text is given with --tokens or --tls-client-ca; must be without, because it knows no credentials",
                 hint="leave out --text, and follow with upr-cat or the SDK",
             )
-        check_listen(self._config.text, insecure=self._config.insecure)
+        check_listen(self._config.text, insecure=self._config.insecure, option="--text")
 
     @staticmethod
     def _import_all() -> None:
