@@ -40,8 +40,10 @@ def read_contexts() -> tuple[str, dict[str, dict[str, Any]]]:
             str(name): {key: one[key] for key in CONTEXT_FIELDS if key in one}
             for name, one in found["contexts"].items()
         }
-        if not all(isinstance(one["target"], str) for one in contexts.values()):
-            raise TypeError
+        for one in contexts.values():
+            texts = [one["target"], *(one[key] for key in _PATHS if one.get(key))]
+            if any(b"\0" in os.fsencode(text) for text in texts):
+                raise ValueError
         return str(found["current"]), contexts
     except FileNotFoundError:
         return "", {}

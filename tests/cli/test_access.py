@@ -223,6 +223,18 @@ def test_contexts(world: World) -> None:
     world.run(*create, "b")
 
 
+@pytest.mark.parametrize("name", ["a\0", "\ud800", 5])
+def test_a_file_of_contexts_with_what_is_no_path_is_malformed(name: object, tmp_path: Path) -> None:
+    file = tmp_path / "contexts.json"
+    fields = {"target": "127.0.0.1:1", "tls_ca": name}
+    file.write_text(json.dumps({"current": "x", "contexts": {"x": fields}}))
+    done = CliRunner().invoke(admin.main, ["status"], env={"UPR_CONTEXTS": str(file)})
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"error: the file of contexts {file} is malformed (remove it, and add the contexts again)\n",
+    )
+
+
 def test_takeovers_and_backups_take_a_context_by_its_name(world: World) -> None:
     root = ("--tls-ca", str(world.ca), "--token-file", str(world.folder / "root.token"))
     world.run("admin", "context", "add", "root", "--target", world.target, *root)
