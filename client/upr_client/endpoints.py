@@ -184,9 +184,9 @@ def authorization(token: Token) -> tuple[tuple[str, str], ...]:
         value = token if isinstance(token, str) else token()
     if not isinstance(value, str) or not value or not all("!" <= c <= "~" for c in value):
         # Nothing of the value: it ends up in logs.
-        raise InvalidArgumentError(
-            "token has other characters; must be one or more visible ASCII characters"
-        )
+        what = f"the token in {token}" if isinstance(token, Path) else "token"
+        why = "is empty" if value == "" else "has other characters"
+        raise InvalidArgumentError(f"{what} {why}; must be one or more visible ASCII characters")
     return (("authorization", f"Bearer {value}"),)
 
 

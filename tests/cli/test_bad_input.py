@@ -52,8 +52,9 @@ TABLE = """
 2 | upr-server --data folder --config kind.toml --print-config | insecure is 'yes'; must be true or false
 2 | upr-server --data text | the data directory text cannot be used
 2 | upr-server --data folder --listen 0.0.0.0:0 | must be loopback without TLS and identities
+2 | upr-server --data folder --listen 127.0.0.1:0 --http 0.0.0.0:0 | --http is 0.0.0.0:0; must be loopback without --insecure (give --insecure to serve there
 2 | upr-server --data folder --tls-cert none.pem --listen 127.0.0.1:0 | must be a certificate with its key
-2 | upr-server --data folder --tokens text --listen 127.0.0.1:0 | a line is no JSON object
+2 | upr-server --data folder --tokens text --listen 127.0.0.1:0 | file of identities text, line 1: no JSON object
 2 | upr-server --data folder --tokens none --listen 127.0.0.1:0 | the file of identities cannot be used
 2 | upr-admin stauts | No such command 'stauts'. Did you mean 'status'?
 2 | upr-admin --no-such | No such option '--no-such'
@@ -124,12 +125,14 @@ TABLE = """
 2 | upr-admin token add a --tokens t | Missing option '--role'
 2 | upr-admin token add a --role king --tokens t | 'king' is not one of read, write, replicate, admin
 2 | upr-admin token add a --role read: --tokens t | 'read:' names no bucket
-2 | upr-admin token add a --role replicate:b --tokens t | file of identities: replicate of 'a' is for some buckets; must be true
+2 | upr-admin token add a --role replicate:b --tokens t | file of identities, line 1: replicate of 'a' is for some buckets; must be true
 2 | upr-admin token add '' --role read --tokens t | identity '' is 0 bytes; must be 1 to 200 without control characters
 2 | upr-admin token add a --role read --certificate c --out o --tokens t | --out is for a token, and with --certificate there is none
 2 | upr-admin token add a --role read --tokens none/t | none: No such file or directory
 2 | upr-admin token list --tokens none | none: No such file or directory
-2 | upr-admin token list --tokens text | file of identities: a line is no JSON object ('upr-admin token add' an
+2 | upr-admin token list --tokens text | file of identities text, line 1: no JSON object ('upr-admin token add' an
+2 | upr-admin token add a --role read --tokens text | /text, line 1: no JSON object
+2 | upr-admin status --token-file /dev/null | the token in /dev/null is empty; must be one or more
 2 | upr-admin token list --tokens folder | File 'folder' is a directory
 2 | upr-admin token revoke a --tokens none | none: No such file or directory
 2 | upr-admin purge 1024 | partition is 1024, it must be from 0 to 1023
@@ -177,7 +180,7 @@ TABLE = """
 2 | upr-cat follow -f raw --keys-only | -f raw prints values
 2 | upr-cat follow --group g --from-start | go without --group
 2 | upr-cat follow --group g --position p | go without --group
-2 | upr-cat follow --group g --until-now | must be left out with a group
+2 | upr-cat follow --group g --until-now | --until-now goes without --group
 2 | upr-cat follow --group '' | group '' is 0 bytes
 2 | upr-cat follow --group g --member '' | member '' is 0 bytes
 2 | upr-cat follow --member m | --member goes with --group

@@ -240,6 +240,10 @@ def follow(
         )
     if keys_only and layout is _PARTS["v"]:
         raise click.UsageError("-f raw prints values, and --keys-only leaves them out")
+    if group is not None and until_now:
+        raise click.UsageError(
+            "--until-now goes without --group, whose partitions change hands, so that no member sees the end"
+        )
     if member is not None and group is None:
         raise click.UsageError("--member goes with --group")
     from upr_client import Group, Only, Tuning

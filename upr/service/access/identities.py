@@ -19,7 +19,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -99,7 +100,7 @@ class Identities:
     """
 
     def __init__(self, text: str = "") -> None:
-        self.all = [one for line in text.splitlines() if (one := _parsed(line)) is not None]
+        self.all = [one for _, one in _lines(text) if one is not None]
         self._by_digest = {one.digest: one for one in self.all if one.digest}
         self._by_certificate = {one.certificate: one for one in self.all if one.certificate}
         self._by_name = {one.name: one for one in self.all}
@@ -125,12 +126,34 @@ class Identities:
         return next((one for n in names if (one := self._by_certificate.get(n)) is not None), None)
 
 
+_FILE: Final = "file of identities"
+
+
 def _malformed(words: str) -> UprError:
     return UprError(
-        f"file of identities: {words}",
+        f"{_FILE}: {words}",
         reason="IDENTITIES",
         hint="'upr-admin token add' and 'revoke' write it",
     )
+
+
+@contextmanager
+def _placed(place: str) -> Iterator[None]:
+    """Have errors of the file say where they are."""
+    try:
+        yield
+    except UprError as error:
+        if error.message.startswith(_FILE):
+            error.message = f"{_FILE}{place}{error.message.removeprefix(_FILE)}"
+        raise
+
+
+def _lines(text: str) -> Iterator[tuple[str, Identity | None]]:
+    """Yield each line, with its end, and its identity, None where it has none."""
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        with _placed(f", line {number}"):
+            one = _parsed(line)
+        yield line, one
 
 
 def _parsed(line: str) -> Identity | None:
@@ -140,20 +163,18 @@ def _parsed(line: str) -> Identity | None:
         found = json.loads(line)
         if not isinstance(found, dict) or not found.keys() <= _FIELDS:
             # Nothing of the line: it may hold a token in the wrong place.
-            raise _malformed(
-                f"a line has other fields; must be some of {', '.join(sorted(_FIELDS))}"
-            )
+            raise _malformed(f"other fields; must be some of {', '.join(sorted(_FIELDS))}")
         return _identity(found)
     except (ValueError, TypeError) as error:
         if isinstance(error, UprError):
             raise
-        raise _malformed("a line is no JSON object") from None
+        raise _malformed("no JSON object") from None
 
 
 def _identity(found: Mapping[str, Any]) -> Identity:
     name = found.get("name")
     if not isinstance(name, str):
-        raise _malformed("a line has no name")
+        raise _malformed("no name")
     try:
         check_name(name, "identity")
     except InvalidArgumentError as error:
@@ -210,15 +231,18 @@ def read_identities(path: Path) -> Identities:
     """
     with path.open("rb") as file:
         content = file.read(FILE_BYTES_MAX + 1)
-    if len(content) > FILE_BYTES_MAX:
-        raise _malformed(f"more than {FILE_BYTES_MAX} bytes; must be at most that")
-    if not content.strip():
-        # A full disk, or a writer that was killed, leaves this too, and nobody could call any more.
-        raise _malformed("it has no identity; must have one, or a comment where nobody is to call")
-    try:
-        return Identities(content.decode())
-    except UnicodeDecodeError:
-        raise _malformed("not UTF-8") from None
+    with _placed(f" {path}"):
+        if len(content) > FILE_BYTES_MAX:
+            raise _malformed(f"more than {FILE_BYTES_MAX} bytes; must be at most that")
+        if not content.strip():
+            # A full disk, or a writer that was killed, leaves this too, and nobody could call any more.
+            raise _malformed(
+                "it has no identity; must have one, or a comment where nobody is to call"
+            )
+        try:
+            return Identities(content.decode())
+        except UnicodeDecodeError:
+            raise _malformed("not UTF-8") from None
 
 
 # Writing, for the commands.
@@ -248,7 +272,7 @@ def add_identity(
     line |= {"key_prefixes": list(prefixes)} if prefixes else {}
 
     def added(text: str) -> str:
-        if any((one := _parsed(x)) is not None and one.name == name for x in text.splitlines()):
+        if any(one is not None and one.name == name for _, one in _lines(text)):
             raise AlreadyExistsError(f"there is an identity {name!r} already")
         return text + ("" if not text or text.endswith("\n") else "\n") + json.dumps(line) + "\n"
 
@@ -265,8 +289,7 @@ def revoke_identity(path: Path, name: str) -> bool:
     path.stat()
 
     def left(text: str) -> str:
-        lines = text.splitlines(keepends=True)
-        rest = "".join(x for x in lines if (one := _parsed(x)) is None or one.name != name)
+        rest = "".join(x for x, one in _lines(text) if one is None or one.name != name)
         return rest if rest.strip() or rest == text else _NOBODY
 
     return _change(path, left)
@@ -282,7 +305,8 @@ def _change(path: Path, change: Callable[[str], str]) -> bool:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         before = path.read_text() if path.exists() else ""
-        after = change(before)
+        with _placed(f" {path}"):
+            after = change(before)
         if after != before:
             Identities(after)
             replace_durably(path, after, private=True)
