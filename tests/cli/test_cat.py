@@ -279,6 +279,21 @@ def test_a_bench_that_ends_early_deletes_what_it_wrote(
     assert said(target, "dump") == ""
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_bench_that_is_ended_by_a_signal_deletes_what_it_wrote(target: str, number: int) -> None:
+    bench = popen_cat(target, "bench", "--rows", "90000000", "--value-bytes", "5000")
+    with Client(target) as client:
+        bucket = client.bucket()
+        wait_until(
+            lambda: any(one.high_seqno for one in client.admin.partitions(bucket)),
+            "nothing was written",
+        )
+    bench.send_signal(number)
+    _, errors = bench.communicate(timeout=60)
+    assert (bench.returncode, errors.split()[-1:]) == (130, [b"interrupted"])
+    assert said(target, "dump") == ""
+
+
 def test_a_position_file_is_looked_at_first_and_used_by_one(target: str, tmp_path: Path) -> None:
     said(target, "set", "k", "v")
     file, damaged, other = (tmp_path / name for name in ("position", "damaged", "other"))

@@ -2,9 +2,11 @@
 
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -42,7 +44,10 @@ def bench(
     All keys begin with 'upr-bench:', and are deleted at the end; their deletions stay until they are purged.
     """
     prefix = b"upr-bench:%s:" % secrets.token_hex(4).encode()
-    with open_bucket(target, bucket, retry_seconds=_RETRY_SECONDS) as source:
+    with (
+        open_bucket(target, bucket, retry_seconds=_RETRY_SECONDS) as source,
+        _interrupted_by_signals(),
+    ):
         written = [range(_SINGLES)]
         try:
             measured = {
@@ -60,6 +65,20 @@ def bench(
         table.append((f"{times['median']:.1f}", words))
     document = {"rows": rows, "value_bytes": value_bytes, "durability": durability, **measured}
     print_result(as_json, document, "\n".join(f"{number:>10} {words}" for number, words in table))
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Have the signals that end a process be a Ctrl-C, which leaves time to delete the keys; not those that are ignored."""
+    ending = (signal.SIGTERM, signal.SIGHUP)
+    taken = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _key(prefix: bytes, number: int) -> bytes:
