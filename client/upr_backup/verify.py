@@ -87,7 +87,7 @@ class Comparison:
     """What came out.
 
     Attributes:
-        partitions, keys: how many of the backup were compared.
+        partitions, keys: how many of the backup were compared; of its keys those that are not deleted.
         differences: a line for each kind of difference in a group of partitions.
         not_comparable: by partition, why it was left out.
         undecided: keys of the backup that the server does not have, where a deletion that is purged since may be why.
@@ -182,7 +182,7 @@ class AgainstServer:
             on_rows=lambda _: self._cuts.renew(cut.name),
         )
         purged = self._purged(group)
-        found.keys += mine.num_rows
+        found.keys += int(_flags(pc.not_equal(mine.column("op"), "delete")).sum())
         names = f"partitions {group[0]} to {group[-1]}"
         for words, table, rows in self._compare(mine, theirs, purged, found):
             if len(rows):

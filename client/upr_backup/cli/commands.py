@@ -500,6 +500,8 @@ def _document(comparison: "Comparison") -> dict[str, Any]:
 
 
 def _words(comparison: "Comparison") -> str:
+    if not comparison.partitions:
+        return f"backup {comparison.number}: nothing was compared with the server"
     words = f"backup {comparison.number}: {comparison.keys} keys in {comparison.partitions} partitions are as at the server"
     if comparison.undecided:
         words += f", or were deleted later, which is not known any more of {comparison.undecided} of them"

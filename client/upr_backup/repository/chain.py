@@ -108,6 +108,9 @@ class Chain:
     def link(self, number: int) -> Link:
         """Return the link of a number; BackupNotFoundError when there is none, or it has expired."""
         if not self._has(number):
+            if not number and not self.links:
+                # It is the newest that is asked for.
+                raise BackupNotFoundError("there is no backup yet", hint="'backup' takes one")
             there = f"there are {self.first} to {self.last}" if self.links else "there is none yet"
             if 1 <= number < self.first:
                 raise BackupNotFoundError(f"backup {number} has expired", hint=there)
