@@ -12,7 +12,8 @@ USAGE: Final = 2
 """Usage, a missing extra, bad configuration, bad input. click's own status."""
 NOT_FOUND: Final = 3
 REFUSED: Final = 4
-"""Refused by the server, for its state, storage or limits; or what is to be made is there already, wherever."""
+"""Refused by the server, for its state, storage or limits; or what is to be made is there already, wherever; or a person
+was asked, and said no."""
 UNREACHABLE: Final = 5
 TIMED_OUT: Final = 6
 WARNINGS: Final = 10

@@ -327,12 +327,15 @@ def confirm(question: str, to: str, about: str = "") -> None:
 
     Raises:
         UsageError: nobody can be asked.
+        Exit: the answer is no.
     """
     if not can_ask():
         raise click.UsageError(f"nobody can be asked here: give --yes to {to}")
     if about:
         note(about)
-    click.confirm(question, abort=True, err=True)
+    if not click.confirm(question, err=True):
+        note("nothing was changed")
+        raise click.exceptions.Exit(exit_codes.REFUSED)
 
 
 def can_ask() -> bool:

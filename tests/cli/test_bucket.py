@@ -57,19 +57,18 @@ def test_drop_asks_first(target: str, monkeypatch: pytest.MonkeyPatch, answer: s
         client.bucket().write_many([(b"%d" % i, b"v") for i in range(12)])
     asked: list[str] = []
 
-    def confirm(text: str, *, abort: bool, err: bool) -> None:
-        assert abort
+    def confirm(text: str, *, err: bool) -> bool:
         assert err
         asked.append(text)
-        if answer == "n":
-            raise click.Abort
+        return answer == "y"
 
     monkeypatch.setattr(click, "confirm", confirm)
     monkeypatch.setattr("upr_cli_kit.output.can_ask", lambda: True)
     result = CliRunner().invoke(main, ["bucket", "drop", "default", "--target", target])
     assert len(asked) == 1
     assert "12 mutations" in result.stderr
-    assert result.exit_code == (0 if answer == "y" else 130)
+    assert result.exit_code == (0 if answer == "y" else 4)
+    assert result.stderr.endswith("nothing was changed\n") == (answer == "n")
     with Client(target) as client:
         assert [info.name for info in client.admin.buckets()] == (
             ["default"] if answer == "n" else []

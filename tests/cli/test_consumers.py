@@ -113,7 +113,7 @@ async def test_reset_asks_first(target: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("upr_cli_kit.output.can_ask", lambda: True)
     command = ["consumers", "reset", NAME, "--to", "now", "--create", "--target", target]
     declined = await asyncio.to_thread(CliRunner().invoke, main, command, "n\n")
-    assert declined.exit_code == exit_codes.INTERRUPTED
+    assert declined.exit_code == exit_codes.REFUSED
     assert await document(target) == []
     agreed = await asyncio.to_thread(CliRunner().invoke, main, command, "y\n")
     assert agreed.exit_code == 0
