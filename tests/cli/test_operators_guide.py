@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.test_help import PROGRAMS
 from tests.harness import WAIT_SECONDS, wait_until
+from upr_cli_kit import exit_codes
 from upr_cli_kit.output import Group
 
 GUIDE = (Path(__file__).parents[2] / "upr" / "OPERATORS.md").read_text()
@@ -220,6 +221,14 @@ def test_every_name_in_a_command_is_there(text: str) -> None:
             if isinstance(command, Group) and command.bare:
                 parameters += command.commands[command.bare].params
             options |= {name for parameter in parameters for name in parameter.opts}
+
+
+def test_every_exit_status_is_told() -> None:
+    table = GUIDE.partition("| exit status | |\n|---|---|\n")[2].partition("\n\n")[0]
+    told = [int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
+    assert told == sorted(
+        n for name, n in vars(exit_codes).items() if name.isupper() and name[0] != "_"
+    )
 
 
 def test_every_option_that_is_named_is_there() -> None:

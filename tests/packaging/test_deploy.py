@@ -82,6 +82,16 @@ def test_every_metric_that_is_named_exists(server_process: StartServer) -> None:
     assert {n for n in NAME.findall(seeing) if n not in families} == set()
 
 
+def test_every_metric_that_is_named_is_in_the_table_of_the_manual() -> None:
+    rows = "".join(
+        line for line in MANUAL.splitlines() if line.startswith(("| `upr_", "| `process_"))
+    )
+    told = set(NAME.findall(rows))
+    for text in (*expressions(), *(rule["expr"] for rule in RULES)):
+        families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in NAME.findall(text)}
+        assert families - told == set(), text
+
+
 def test_the_rules_have_their_form() -> None:
     head = ALERTS[: ALERTS.index("      - alert")]
     assert head.splitlines()[1:] == ["groups:", "  - name: upr", "    rules:"]
