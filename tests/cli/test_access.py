@@ -223,6 +223,13 @@ def test_contexts(world: World) -> None:
     world.run(*create, "b")
 
 
+def test_a_context_that_is_replaced_is_told(tmp_path: Path) -> None:
+    for target, told in (("a:1", "added: x, a:1\n"), ("b:2", "added: x, b:2, in place of a:1\n")):
+        command = ["context", "add", "x", "--target", target]
+        environment = {"UPR_CONTEXTS": str(tmp_path / "contexts.json")}
+        assert CliRunner().invoke(admin.main, command, env=environment).stdout == told
+
+
 @pytest.mark.parametrize("name", ["a\0", "\ud800", 5])
 def test_a_file_of_contexts_with_what_is_no_path_is_malformed(name: object, tmp_path: Path) -> None:
     file = tmp_path / "contexts.json"

@@ -199,13 +199,16 @@ def add_context(name: str, token_stdin: bool, as_json: bool, **fields: Any) -> N
         fields["token_file"] = _keep_token(name, sys.stdin.readline().strip())
     elif fields["token_file"] is None or fields["token_file"].absolute() != _kept_token(name):
         _drop_token(name, contexts)
+    before = contexts.get(name)
     contexts[name] = {
         key: fields[key].absolute() if isinstance(fields[key], Path) else fields[key]
         for key in CONTEXT_FIELDS
         if fields[key]
     }
     write_contexts(current or name, contexts)
-    print_done(as_json, "added", name, fields["target"], target=fields["target"])
+    target = fields["target"]
+    words = target if before is None else f"{target}, in place of {before['target']}"
+    print_done(as_json, "added", name, words, target=target)
 
 
 def _kept_token(name: str) -> Path:
