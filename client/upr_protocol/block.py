@@ -24,7 +24,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.errors import CorruptBlockError, InvalidArgumentError
+from upr_protocol.errors import CorruptBlockError, InvalidArgumentError, shown
 from upr_protocol.limits import (
     BLOCK_COLUMN_BYTES,
     BLOCK_ROWS_MAX,
@@ -629,11 +629,11 @@ def check_row(key: bytes, value: bytes | None) -> int:
     return size + more + ROW_BYTES
 
 
-def check_value(size: int, limit: int) -> None:
+def check_value(size: int, limit: int, what: str = "value") -> None:
     """Raise InvalidArgumentError if a value of so many bytes is above the --max-value-bytes of a server."""
     if size > limit:
         raise InvalidArgumentError(
-            f"value is {size} bytes; must be at most {limit} on this server",
+            f"{what} is {size} bytes; must be at most {limit} on this server",
             hint="store it elsewhere, or in parts; --max-value-bytes sets the limit",
         )
 
@@ -641,8 +641,12 @@ def check_value(size: int, limit: int) -> None:
 def check_values(block: Block, limit: int) -> None:
     """Raise as ``check_value`` for the largest value of a block within the protocol's limits."""
     if block.column_bytes > limit < VALUE_BYTES_MAX:
-        offsets = np.frombuffer(block.value_offsets, "<i4")
-        check_value(int(np.diff(offsets).max(initial=0)), limit)
+        sizes = np.diff(np.frombuffer(block.value_offsets, "<i4"))
+        if sizes.max(initial=0) > limit:
+            row = int(sizes.argmax())
+            start, end = np.frombuffer(block.key_offsets, "<i4")[row : row + 2]
+            key = shown(block.keys[start:end].decode(errors="backslashreplace"))
+            check_value(int(sizes[row]), limit, f"value of the key {key}")
 
 
 def check_rows(keys: Sequence[bytes], values: Values) -> I64:

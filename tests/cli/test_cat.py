@@ -279,6 +279,22 @@ def test_a_bench_that_ends_early_deletes_what_it_wrote(
     assert said(target, "dump") == ""
 
 
+def test_load_writes_what_stands_before_a_value_that_is_too_large(
+    server_process: StartServer,
+) -> None:
+    target = server_process("--max-value-bytes", "1000").target
+    rows = [(f"k{i}", "x" * (2000 if i in (200, 250) else 10)) for i in range(300)]
+    ended = run_cat(target, "load", "jsonl", "-", stdin=jsonl(*rows))
+    assert ended.exit_code == 2
+    assert ended.stderr.endswith(
+        "error: stdin: row 201: value of the key 'k200' is 2000 bytes; must be at most 1000 on this server"
+        " (store it elsewhere, or in parts; --max-value-bytes sets the limit)\n"
+    )
+    with Client(target) as client:
+        found = client.bucket().get_many([key.encode() for key, _ in rows])
+    assert {b"k%d" % i for i in range(200)} <= found.keys()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_bench_that_is_ended_by_a_signal_deletes_what_it_wrote(target: str, number: int) -> None:
     bench = popen_cat(target, "bench", "--rows", "90000000", "--value-bytes", "5000")

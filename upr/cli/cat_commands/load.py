@@ -15,6 +15,7 @@ from upr.cli.cat_commands.keys import Durability, durability_option, open_bucket
 from upr_cli_kit.options import server_options
 from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_option
 from upr_cli_kit.times import duration
+from upr_protocol.errors import InvalidArgumentError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -41,9 +42,13 @@ def load() -> None:
 
 @dataclass
 class Loader:
-    """Writes rows in portions, and counts them; ``write`` returns when a portion is acknowledged."""
+    """Writes rows in portions, and counts them; ``write`` returns when a portion is acknowledged.
+
+    Where the server refuses a row, what stands before it is written, and the error says which of ``name`` it is.
+    """
 
     write: Callable[[list[Row]], object]
+    name: str = ""
     sets: int = 0
     deletes: int = 0
     _rows: list[Row] = field(default_factory=list)
@@ -64,10 +69,22 @@ class Loader:
         return True
 
     def flush(self) -> None:
-        if not self._rows:
-            return
         rows, self._rows, self._bytes = self._rows, [], 0
-        self.write(rows)
+        if rows:
+            self._write(rows)
+
+    def _write(self, rows: list[Row]) -> None:
+        try:
+            self.write(rows)
+        except InvalidArgumentError as error:
+            if len(rows) == 1:
+                place = f"{self.name}: row {self.rows + 1}: " if self.name else ""
+                raise InvalidArgumentError(f"{place}{error.message}", hint=error.hint) from None
+            # Halves find the first one in a few writes. What is written again is so in its order.
+            half = len(rows) // 2
+            self._write(rows[:half])
+            self._write(rows[half:])
+            return
         deletes = sum(value is None for _, value in rows)
         self.deletes += deletes
         self.sets += len(rows) - deletes
@@ -75,7 +92,11 @@ class Loader:
 
 @contextmanager
 def _loader(
-    target: str, bucket: str, durability: Durability, retry_seconds: float | None
+    target: str,
+    bucket: str,
+    durability: Durability,
+    retry_seconds: float | None,
+    name: str = "",
 ) -> Iterator[Loader]:
     log = logging.getLogger("upr_client")
     handler = logging.StreamHandler(sys.stderr)
@@ -85,7 +106,7 @@ def _loader(
     log.setLevel(logging.INFO)
     try:
         with open_bucket(target, bucket, retry_seconds=retry_seconds) as written:
-            yield Loader(lambda rows: written.write_many(rows, durability))
+            yield Loader(lambda rows: written.write_many(rows, durability), name)
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
@@ -122,7 +143,7 @@ def load_jsonl(file: Path, key_field: str | None, **options: Any) -> None:
 
     parse = parse_line if key_field is None else partial(parse_record, key_field=key_field)
     with _opened(file) as (stream, name):
-        _load(read_rows(stream, name, parse), **options)
+        _load(read_rows(stream, name, parse), name, **options)
 
 
 @load.command("csv")
@@ -138,7 +159,7 @@ def load_csv(file: Path, key_field: str | None, **options: Any) -> None:
     from upr.cli.cat_commands.row_formats import read_csv
 
     with _opened(file) as (stream, name):
-        _load(read_csv(stream, name, key_field), **options)
+        _load(read_csv(stream, name, key_field), name, **options)
 
 
 @load.command("parquet")
@@ -153,20 +174,21 @@ def load_parquet(file: Path, key_field: str | None, **options: Any) -> None:
     """
     from upr.cli.cat_commands.row_formats import read_parquet
 
-    _load(read_parquet(file, key_field), **options)
+    _load(read_parquet(file, key_field), str(file), **options)
 
 
 def _load(
     portions: Iterator[list[Row]],
+    name: str,
     durability: Durability,
     retry_seconds: float | None,
     target: str,
     bucket: str,
     as_json: bool,
 ) -> None:
-    """Write portions of rows, and print how many there were."""
+    """Write portions of rows of a file, and print how many there were."""
     with (
-        _loader(target, bucket, durability, retry_seconds) as loader,
+        _loader(target, bucket, durability, retry_seconds, name) as loader,
         closing(Progress("rows")) as progress,
     ):
         for rows in portions:
