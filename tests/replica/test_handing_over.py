@@ -351,6 +351,17 @@ async def test_when_one_bucket_does_not_become_active_none_takes_writes(
 
 
 @pytest.mark.asyncio
+async def test_a_replica_that_can_join_nobody_says_so(start: Start) -> None:
+    first = await start()
+    await first.stop()
+    replica = await start(first)
+    sets = replica.server._sets
+    assert sets is not None
+    await until(lambda: first.target in sets.waiting)
+    assert [one.reason for one in replica.server._problems()] == ["UNAVAILABLE"]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("why", ["full", "dead"])
 async def test_a_healthy_owner_does_not_give_way_to_one_that_could_not_serve_all(
     start: Start, monkeypatch: pytest.MonkeyPatch, why: str

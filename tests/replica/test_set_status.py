@@ -37,6 +37,7 @@ class Part:
         ownership: Any = SimpleNamespace(
             active=True,
             claiming=False,
+            unfollowed=None,
             fencing=fencing,
             inventory=SimpleNamespace(upstream_states={}),
         )

@@ -259,6 +259,12 @@ class Ownership:
 
     # Following
 
+    @property
+    def unfollowed(self) -> UprError | None:
+        """Why no upstream is followed, where there is no bucket yet that would tell."""
+        replication = None if self._catalog.hosts else self._replication
+        return None if replication is None else replication.problem
+
     async def follow_nobody(self) -> None:
         task, self._following, self._followed = self._following, None, ((), False)
         self._replication = None

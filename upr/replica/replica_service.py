@@ -81,7 +81,8 @@ class ReplicaMethods:
     @property
     def waiting(self) -> str:
         """What it waits for, in words; empty when for nothing."""
-        return self._ownership.waiting or self._set_status.waiting
+        ownership = self._ownership
+        return ownership.waiting or self._set_status.waiting or str(ownership.unfollowed or "")
 
     @property
     def troubles(self) -> Mapping[str, UprError | None]:

@@ -25,6 +25,7 @@ GRANTS: Final = "grants"
 BUCKETS: Final = "buckets"
 COUNTED: Final = "counted"
 COPIES: Final = "copies"
+UPSTREAM: Final = "upstream"
 
 
 class Cluster(Protocol):
@@ -137,6 +138,7 @@ class SetStatus:
         """What is wrong, by kind; None where nothing is."""
         fencing, cluster = self._ownership.fencing, self._cluster
         found = dict[str, UprError | None].fromkeys((ETCD, BUCKETS, GRANTS, COUNTED, COPIES))
+        found[UPSTREAM] = self._ownership.unfollowed
         if cluster is not None and (error := cluster.trouble) is not None:
             found[ETCD] = UprError(
                 f"cluster {cluster.name}: {error.message}",
