@@ -253,10 +253,9 @@ class Keeper:
             if known is not None and known.row == row:
                 self._tried_at = now
                 if row != self._claimed:
-                    words = "this server claims: the owner is gone"
-                    if row.owner == ownership.standing.directory:
-                        words = "this server claims its ownership back"
-                    log.warning(words, extra={"owner": ownership.peers.named(row.owner)})
+                    back = row.owner == ownership.standing.directory
+                    who = ownership.peers.named(row.owner)
+                    log.warning("this server claims", extra={"owner": who, "back": back})
                 self._claimed = row
                 await ownership.promote()
         elif self._catalog.replica_set:

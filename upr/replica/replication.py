@@ -325,10 +325,10 @@ class Replication:
     ) -> BucketService:
         name = host.bucket.identity.name
         if is_news:
-            words = (
-                "the upstream purged deletions that may be missing here: a part is received anew"
+            # Without loss the upstream has purged deletions that may be missing here.
+            lost = sum(one.lost for one in undo.values())
+            log.warning(
+                "a part of the bucket is received anew",
+                extra={"bucket": name, "partitions": len(undo), "undone": lost},
             )
-            if any(one.lost for one in undo.values()):
-                words = "the upstream has another history: a part of the bucket's is undone"
-            log.warning(words, extra={"bucket": name, "partitions": len(undo)})
         return await self._catalog.reopen(name, undo)
