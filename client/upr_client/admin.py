@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from upr_client.changes.status import ChangesStatus, Problem
 from upr_protocol.errors import InvalidArgumentError, UprError
-from upr_protocol.failover import FailoverLog, check_partition
+from upr_protocol.failover import FailoverLog, check_partitions
 from upr_protocol.handshake import Pin
 from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, QUOTA_BYTES_MAX, check_name
 from upr_protocol.wire.grpc import error_of
@@ -374,14 +374,16 @@ def reset_request(
     bucket: str,
     name: str,
     to: Literal["beginning", "now"] | datetime,
-    partitions: Iterable[int],
+    partitions: Iterable[int] | None,
     create: bool,
 ) -> admin.ResetConsumerRequest:
     """Return the request of ``reset_consumer``."""
     request = admin.ResetConsumerRequest(
-        bucket=bucket, name=check_name(name, "consumer"), create=create
+        bucket=bucket,
+        name=check_name(name, "consumer"),
+        partitions=check_partitions(partitions),
+        create=create,
     )
-    request.partitions.extend(check_partition(partition) for partition in partitions)
     if isinstance(to, datetime):
         if to.tzinfo is None or to.timestamp() < 0:
             raise InvalidArgumentError(

@@ -77,6 +77,24 @@ def check_partition(partition: int) -> int:
     return _check_range(partition, "partition", 0, PARTITIONS - 1)
 
 
+def check_partitions(partitions: Iterable[int] | None) -> tuple[int, ...]:
+    """Return the partitions that an application named, none for None: all. A request without any means all as well.
+
+    Raises:
+        InvalidArgumentError: there are none, or one of them is none.
+    """
+    if partitions is None:
+        return ()
+    if not isinstance(partitions, Iterable):
+        raise InvalidArgumentError(
+            f"partitions is {partitions!r}; must be several, or None for all", hint="one is [7]"
+        )
+    chosen = tuple(check_partition(partition) for partition in partitions)
+    if not chosen:
+        raise InvalidArgumentError("partitions is empty; must name one or more, or be None for all")
+    return chosen
+
+
 def format_failover_id(failover_id: int) -> str:
     """Return the failover id as people see it, 16 lower-case hex digits.
 

@@ -31,7 +31,7 @@ from upr_client.admin import (
     server_status,
     topology,
 )
-from upr_protocol.failover import FailoverLog
+from upr_protocol.failover import FailoverLog, check_partitions
 from upr_protocol.limits import check_at_least, check_name
 from upr_protocol.wire.codec import log_from_messages
 from upr_protocol.wire.v1 import admin_service_pb2 as wire
@@ -203,7 +203,9 @@ class AsyncAdmin:
     ) -> list[PartitionInfo]:
         """Return the state of these partitions; None means all."""
         handle = self._handle(bucket)
-        request = wire.GetPartitionsRequest(bucket=handle.name, partitions=partitions or ())
+        request = wire.GetPartitionsRequest(
+            bucket=handle.name, partitions=check_partitions(partitions)
+        )
         answer = await handle.ask(self._connection.stubs().admin.GetPartitions, request)
         return [partition_info(item) for item in answer.partitions]
 
@@ -212,7 +214,9 @@ class AsyncAdmin:
     ) -> dict[int, FailoverLog]:
         """Return the failover logs of these partitions; None means all."""
         handle = self._handle(bucket)
-        request = stream_pb2.GetFailoverLogRequest(bucket=handle.name, partitions=partitions or ())
+        request = stream_pb2.GetFailoverLogRequest(
+            bucket=handle.name, partitions=check_partitions(partitions)
+        )
         answer = await handle.ask(self._connection.stubs().streams.GetFailoverLog, request)
         logs = ((item.partition, log_from_messages(item.records)) for item in answer.logs)
         return {partition: log for partition, log in logs if log is not None}
@@ -309,8 +313,7 @@ class AsyncAdmin:
             InvalidArgumentError: a value is out of its range, or the time has no time zone.
             ConsumerNotFoundError: nothing is known of that name.
         """
-        chosen = () if partitions is None else partitions
-        request = reset_request(self._handle(bucket).name, name, to, chosen, create)
+        request = reset_request(self._handle(bucket).name, name, to, partitions, create)
         return consumer_positions((await self._call("ResetConsumer", request)).positions)
 
     # Cuts.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from upr_client._sync.call import BucketHandle
 from upr_client.admin import CutInfo, cut_info, lease_seconds
 from upr_protocol.errors import UprError
+from upr_protocol.failover import check_partitions
 from upr_protocol.handshake import Pin
 from upr_protocol.limits import check_name
 from upr_protocol.wire.grpc import error_of
@@ -20,7 +21,7 @@ def create_cut(
         bucket=bucket.name,
         bucket_version=bucket.version or None,
         name=check_name(name, "cut"),
-        partitions=partitions or (),
+        partitions=check_partitions(partitions),
         lease_seconds=lease_seconds(lease),
     )
     answer = bucket.ask(bucket.connection.stubs().streams.CreateCut, request)

@@ -13,7 +13,7 @@ from upr_client.endpoints import READ_FROM
 from upr_client.positions import PositionStore
 from upr_protocol.consumer import ALL_PARTITIONS, Beginning, Consumer
 from upr_protocol.errors import InvalidArgumentError
-from upr_protocol.failover import check_partition, check_seqno
+from upr_protocol.failover import check_partition, check_partitions, check_seqno
 from upr_protocol.flow import check_interval, check_window
 from upr_protocol.handshake import Pin
 from upr_protocol.limits import (
@@ -123,17 +123,7 @@ class Only:
 
     def __post_init__(self) -> None:
         if self.partitions is not None:
-            if not isinstance(self.partitions, Iterable):
-                raise InvalidArgumentError(
-                    f"partitions is {self.partitions!r}; must be several, or None for all",
-                    hint="one is [7]",
-                )
-            chosen = tuple(check_partition(partition) for partition in self.partitions)
-            if not chosen:
-                raise InvalidArgumentError(
-                    "partitions is empty; must name one or more, or be None for all"
-                )
-            object.__setattr__(self, "partitions", chosen)
+            object.__setattr__(self, "partitions", check_partitions(self.partitions))
         if not isinstance(self.key_prefix, bytes):
             raise InvalidArgumentError(f"key_prefix is {self.key_prefix!r}; must be bytes")
         if len(self.key_prefix) > KEY_BYTES_MAX:

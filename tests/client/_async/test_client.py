@@ -113,6 +113,27 @@ async def test_values_out_of_range_are_refused_at_once() -> None:
 
 
 @pytest.mark.asyncio
+async def test_no_partitions_are_not_all_of_them() -> None:
+    async with AsyncClient("localhost:1") as client:
+        admin = client.admin
+        with pytest.raises(
+            InvalidArgumentError, match="partitions is empty; must name one or more"
+        ):
+            await admin.reset_consumer("b", "c", "beginning", partitions=[])
+        with pytest.raises(InvalidArgumentError, match="partitions is empty"):
+            await admin.partitions("b", [])
+        with pytest.raises(InvalidArgumentError, match="partitions is empty"):
+            await admin.failover_logs("b", iter([]))
+        with pytest.raises(InvalidArgumentError, match="partitions is empty"):
+            await admin.create_cut("b", "c", partitions=())
+        with pytest.raises(InvalidArgumentError, match="partitions is empty"):
+            async with client.bucket("b").cut("c", partitions=[]):
+                pass
+        with pytest.raises(InvalidArgumentError, match="partitions is 7; must be several"):
+            await admin.partitions("b", 7)  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
 async def test_after_a_fork_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async with AsyncClient("localhost:1") as client:
         bucket = client.bucket()

@@ -108,6 +108,26 @@ def test_values_out_of_range_are_refused_at_once() -> None:
             client.bucket("b").changes(resume="server")  # type: ignore[arg-type]
 
 
+def test_no_partitions_are_not_all_of_them() -> None:
+    with Client("localhost:1") as client:
+        admin = client.admin
+        with pytest.raises(
+            InvalidArgumentError, match="partitions is empty; must name one or more"
+        ):
+            admin.reset_consumer("b", "c", "beginning", partitions=[])
+        with pytest.raises(InvalidArgumentError, match="partitions is empty"):
+            admin.partitions("b", [])
+        with pytest.raises(InvalidArgumentError, match="partitions is empty"):
+            admin.failover_logs("b", iter([]))
+        with pytest.raises(InvalidArgumentError, match="partitions is empty"):
+            admin.create_cut("b", "c", partitions=())
+        with pytest.raises(InvalidArgumentError, match="partitions is empty"):
+            with client.bucket("b").cut("c", partitions=[]):
+                pass
+        with pytest.raises(InvalidArgumentError, match="partitions is 7; must be several"):
+            admin.partitions("b", 7)  # type: ignore[arg-type]
+
+
 def test_after_a_fork_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with Client("localhost:1") as client:
         bucket = client.bucket()
