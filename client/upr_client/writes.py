@@ -154,6 +154,13 @@ def token_of(wanted: WriteToken | WriteResult | WriteResults) -> WriteToken:
     return wanted.token
 
 
+def none_given() -> InvalidArgumentError:
+    """Return the error of a None for a value, which may well be a mistake, where a call of its own deletes."""
+    return InvalidArgumentError(
+        "value is None; must be bytes", hint="use `delete` to delete the key"
+    )
+
+
 def write_request(block: Block, durability: types_pb2.Durability.ValueType) -> kv_pb2.WriteRequest:
     """Return a Write that has no number yet."""
     runs = block.runs.tobytes()

@@ -29,6 +29,7 @@ from upr_client.writes import (
     WriteResult,
     WriteResults,
     WriterOptions,
+    none_given,
     result_columns,
     token_of,
 )
@@ -107,6 +108,8 @@ class AsyncBucket:
             UnavailableError: it was never sent, for as long.
             UprError: the server refused.
         """
+        if value is None:
+            raise none_given()
         return await self._writer().write_row(key, value, durability)
 
     async def delete(self, key: bytes, durability: str = "disk") -> WriteResult:

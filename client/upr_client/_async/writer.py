@@ -9,7 +9,7 @@ from typing import Self
 from upr_client._async.block_writer import AsyncBlockWriter, Write
 from upr_client._async.call import BucketHandle
 from upr_client._async.io import Background, Event, give_way, maybe_await, mutex, now
-from upr_client.writes import DURABILITIES, Batch, Failures, WriteResults, WriterOptions
+from upr_client.writes import DURABILITIES, Batch, Failures, WriteResults, WriterOptions, none_given
 from upr_protocol.block import ROW_BYTES, build_block, check_row
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX, choice
@@ -142,6 +142,8 @@ class AsyncWriter:
             WriteFailedError: rows that were taken before failed; this one was not taken.
             ClosedError: the writer or client was closed, or belongs to another process.
         """
+        if value is None:
+            raise none_given()
         if self._put(key, value, durability):
             await self._make_room()
 

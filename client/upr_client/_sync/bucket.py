@@ -30,6 +30,7 @@ from upr_client.writes import (
     WriteResult,
     WriteResults,
     WriterOptions,
+    none_given,
     result_columns,
     token_of,
 )
@@ -108,6 +109,8 @@ class Bucket:
             UnavailableError: it was never sent, for as long.
             UprError: the server refused.
         """
+        if value is None:
+            raise none_given()
         return self._writer().write_row(key, value, durability)
 
     def delete(self, key: bytes, durability: str = "disk") -> WriteResult:

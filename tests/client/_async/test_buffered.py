@@ -355,6 +355,10 @@ async def test_what_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
                 await writer.set(wrong, b"")
             with pytest.raises(InvalidArgumentError, match="must be bytes, or None"):
                 await writer.set(b"k", wrong)
+            none: Any = None
+            for one in (writer, bucket):
+                with pytest.raises(InvalidArgumentError, match="value is None; must be bytes"):
+                    await one.set(b"a", none)
             with pytest.raises(InvalidArgumentError, match="key is 4097 bytes"):
                 await writer.delete(b"k" * 4097)
             with pytest.raises(InvalidArgumentError, match="durability is 'tape'"):

@@ -333,6 +333,10 @@ def test_what_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
                 writer.set(wrong, b"")
             with pytest.raises(InvalidArgumentError, match="must be bytes, or None"):
                 writer.set(b"k", wrong)
+            none: Any = None
+            for one in (writer, bucket):
+                with pytest.raises(InvalidArgumentError, match="value is None; must be bytes"):
+                    one.set(b"a", none)
             with pytest.raises(InvalidArgumentError, match="key is 4097 bytes"):
                 writer.delete(b"k" * 4097)
             with pytest.raises(InvalidArgumentError, match="durability is 'tape'"):
