@@ -140,6 +140,9 @@ WRITE_CALLS_MAX: Final = 1250
 FOLLOW_CALLS_MAX: Final = 1250
 OTHER_CALLS_MAX: Final = 1250
 """Open calls of each kind at one server, from their arrival on; further ones are refused."""
+PENDING_CALLS_MAX: Final = WRITE_CALLS_MAX + FOLLOW_CALLS_MAX + OTHER_CALLS_MAX
+"""Calls that have arrived and that the server has not looked at yet; above it, up to twice as many, gRPC refuses some without
+a word. What they hold is bounded as all that arrives, by RECEIVE_LIMIT_BYTES."""
 PEER_CALLS: Final = 0.8
 """Part of them that one peer, the clients at one address, may have."""
 OPEN_SECONDS: Final = 10.0
@@ -163,6 +166,8 @@ GET_ANSWER_BYTES_MAX: Final = 16 * 2**20
 """Most bytes of values in one answer to Get; the client asks again for the rest. A single value may be larger."""
 GET_CALLS_MAX: Final = 100
 """Open Gets at one server; a few of them search at a time."""
+CLIENT_GETS: Final = 64
+"""Open Gets of one client, and as many that wait for writes; further ones wait for their turn."""
 AT_LEAST_MAX: Final = 2 * PARTITIONS
 """Writes that one Get waits for. A token may have two of a partition, of before and after a failover."""
 AT_LEAST_SECONDS_MAX: Final = 60.0
@@ -261,6 +266,8 @@ assert (
 assert (
     GET_BYTES_MAX + WAITING_GET_BYTES <= WAITING_GETS_BYTES_MAX < GET_CALLS_MAX * WAITING_GET_BYTES
 )
+assert CLIENT_GETS < GET_CALLS_MAX
+assert CLIENT_GETS * WAITING_GET_BYTES < WAITING_GETS_BYTES_MAX
 assert PARTITIONS * FAILOVER_LOG_MAX * 19 < MESSAGE_BYTES_MAX
 assert PARTITIONS * (PURGE_HOLDERS_MAX + 1) * (NAME_BYTES_MAX + 100) < MESSAGE_BYTES_MAX
 assert FRAME_BYTES < BLOCK_COLUMN_BYTES < CREDIT_BYTES <= CREDIT_BYTES_MAX

@@ -397,5 +397,11 @@ def test_who_is_no_server_is_told_apart(code: grpc.StatusCode, details: str, wor
     assert exit_code_of(error) == UNREACHABLE
 
 
+def test_a_call_that_the_server_cancelled_says_what_to_do() -> None:
+    code = grpc.StatusCode.CANCELLED
+    failed: Any = SimpleNamespace(code=lambda: code, details=lambda: "CANCELLED")
+    assert "too many calls at once: try again" in error_from_call(failed).hint
+
+
 def test_what_the_server_needs_to_compress_is_missed_by_name() -> None:
     assert "zstandard" in entry.EXTRAS["server"][1]

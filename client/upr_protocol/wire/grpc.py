@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from upr_protocol import errors
 from upr_protocol.errors import UprError
-from upr_protocol.limits import MESSAGE_BYTES_MAX, STREAM_WINDOW_BYTES
+from upr_protocol.limits import MESSAGE_BYTES_MAX, PENDING_CALLS_MAX, STREAM_WINDOW_BYTES
 from upr_protocol.wire.codec import problem_of
 from upr_protocol.wire.v1 import types_pb2
 
@@ -110,6 +110,9 @@ _CAUSES: Final = (
 """Words in gRPC's details of a call that was not made, what they mean, and what to ask oneself."""
 
 
+_CANCELLED: Final = "the server may have too many calls at once: try again, with fewer"
+
+
 def _cause_of(details: str) -> tuple[str, str]:
     """Return what gRPC's details mean, and a hint; both empty where it is not known."""
     lower = details.lower()
@@ -135,6 +138,9 @@ def error_from_call(error: grpc.RpcError) -> UprError:
     details = str(error.details() if hasattr(error, "details") else error)
     words = f"{code.name if code else 'error'}: {details}"
     cause, hint = _cause_of(details)
+    if code is grpc.StatusCode.CANCELLED and details == code.name:
+        # Who cancels a call here gets other words, or none.
+        return errors.UnavailableError(words, hint=_CANCELLED)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return errors.UnavailableError(
             cause or words, hint=hint or "is the server running at this address?"
@@ -190,4 +196,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # Close silent connections, and those without calls, to free their places.
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_connection_idle_ms", 300_000),
+    # By default it cancels calls at random when about 1,000 have come at once.
+    ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS_MAX),
 ]
