@@ -23,6 +23,7 @@ from upr.service import key_value as gets_module
 from upr.service.key_value import find_newest, is_here
 from upr.storage.blocks import Replacement
 from upr.storage.search import Lookup, StoreSearch
+from upr_client import AsyncClient
 from upr_protocol.errors import (
     BehindError,
     BucketGoneError,
@@ -425,6 +426,26 @@ async def test_gets_that_wait_are_bounded_and_keep_no_other_from_searching(tmp_p
         host.bucket.partitions.state[P] = ACTIVE
         await (await client.writer("")).write([(some_keys(P, 1)[0], b"v")])
         assert {one.answers[0].value for one in await asyncio.gather(*asked)} == {b"v"}
+
+
+@pytest.mark.asyncio
+async def test_none_of_many_at_once_is_cancelled(server_process: StartServer) -> None:
+    async with RawClient(server_process().target) as client:
+        asked = (client.get(b"%d" % number) for number in range(3000))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    # Whether some are refused, with a reason, depends on how fast the server takes them.
+    failed = [one for one in answers if isinstance(one, grpc.aio.AioRpcError)]
+    assert {one.code() for one in failed} <= {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+@pytest.mark.asyncio
+async def test_a_client_has_its_gets_take_turns(server_process: StartServer) -> None:
+    async with AsyncClient(server_process().target, request_timeout=60) as client:
+        bucket = client.bucket()
+        token = await bucket.set(b"k", b"v")
+        for at_least in (None, token):
+            asked = (bucket.get(b"k", at_least=at_least) for _ in range(1500))
+            assert await asyncio.gather(*asked) == [b"v"] * 1500
 
 
 @pytest.mark.asyncio

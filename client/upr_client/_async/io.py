@@ -102,22 +102,34 @@ class Semaphore:
 
     def __init__(self, count: int) -> None:
         self._left = count
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[asyncio.Future[bool]] = deque()
 
-    async def take(self) -> None:
+    async def take(self, seconds: float | None = None) -> bool:
+        """Take one; False when none came free in ``seconds``."""
         if self._left:
             self._left -= 1
-            return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            return True
+        loop = asyncio.get_running_loop()
+        place: asyncio.Future[bool] = loop.create_future()
         self._waiting.append(place)
+        timer = None if seconds is None else loop.call_later(seconds, self._too_late, place)
         try:
-            await place
+            return await place
         except BaseException:
             if place in self._waiting:
                 self._waiting.remove(place)
-            elif not place.cancelled():
+            elif not place.cancelled() and place.result():
                 self.give_back()
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _too_late(self, place: asyncio.Future[bool]) -> None:
+        if place in self._waiting:
+            self._waiting.remove(place)
+            if not place.done():
+                place.set_result(False)
 
     async def try_take(self) -> bool:
         """Take one if there is one at once."""
@@ -131,7 +143,7 @@ class Semaphore:
             place = self._waiting.popleft()
             # Those who were cancelled wait no more.
             if not place.done():
-                place.set_result(None)
+                place.set_result(True)
                 return
         self._left += 1
 

@@ -35,10 +35,11 @@ from upr_client.writes import (
     token_of,
 )
 from upr_protocol.block import Block, blocks_of_pairs, check_row, pairs_bytes
-from upr_protocol.errors import ProtocolError, UprError
+from upr_protocol.errors import ProtocolError, UnavailableError, UprError
 from upr_protocol.limits import (
     AT_LEAST_SECONDS_MAX,
     BLOCK_COLUMN_BYTES,
+    CLIENT_GETS,
     GET_KEYS_MAX,
     JOINED_BYTES_MAX,
     check_at_least,
@@ -335,7 +336,13 @@ class Bucket:
         connection, attempt, each = self._connection, 0, None
         last: UprError | None = None
         until = now() + (connection.request_timeout if seconds is None else seconds)
+        places = connection.waiting_gets if request.at_least else connection.gets
         while True:
+            if not places.take(until - now()):
+                raise last or UnavailableError(
+                    f"open Gets of the client are {CLIENT_GETS}; must be below that",
+                    hint="get_many takes many keys; to read much, follow the bucket",
+                )
             left = until - now()
             if request.at_least:
                 # A part of the time for each server, so that one that is behind, or silent, leaves some for the others.
@@ -359,6 +366,8 @@ class Bucket:
                 pause = delay(attempt, random.random(), away=True)
                 if now() + pause >= until:
                     raise last from None
+            finally:
+                places.give_back()
             attempt += 1
             Event().wait(pause)
 

@@ -22,6 +22,7 @@ from upr_client._sync.io import (
     Event,
     Queue,
     RequestQueue,
+    Semaphore,
     cancelled_from_outside,
     mutex,
     now,
@@ -39,6 +40,7 @@ from upr_client.endpoints import (
 )
 from upr_client.server_choice import Route, Servers
 from upr_protocol.errors import BehindError, ClosedError, UnavailableError, UprError
+from upr_protocol.limits import CLIENT_GETS
 from upr_protocol.wire.frames import follower_stub
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin_pb2
@@ -101,6 +103,7 @@ class Connection:
         anywhere: the route of unary calls that any server may answer.
         first: the route of calls about one server, which go to the first endpoint given and to no other.
         open: of each stream that is open, the function that closes it.
+        gets, waiting_gets: places of open Gets, and of those that wait for writes: the server refuses too many.
     """
 
     def __init__(
@@ -122,6 +125,8 @@ class Connection:
         self.first = Route(Servers(endpoints[:1], only_given=True))
         self.open: list[Callable[[], Any]] = []
         self.closed = False
+        self.gets = Semaphore(CLIENT_GETS)
+        self.waiting_gets = Semaphore(CLIENT_GETS)
         self._credentials = credentials
         self._token = token
         self._given = channel

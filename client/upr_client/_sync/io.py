@@ -115,8 +115,13 @@ class Semaphore:
         for _ in range(count):
             self._places.put(None)
 
-    def take(self) -> None:
-        self._places.get()
+    def take(self, seconds: float | None = None) -> bool:
+        """Take one; False when none came free in ``seconds``."""
+        try:
+            self._places.get(timeout=None if seconds is None else max(seconds, 0))
+        except Empty:
+            return False
+        return True
 
     def try_take(self) -> bool:
         """Take one if there is one at once."""

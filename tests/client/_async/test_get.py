@@ -8,7 +8,14 @@ from tests.client._async.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import VERSION
 from upr_client import AsyncClient
-from upr_client.errors import ClosedError, DataDamagedError, InvalidArgumentError, ProtocolError
+from upr_client.errors import (
+    ClosedError,
+    DataDamagedError,
+    InvalidArgumentError,
+    ProtocolError,
+    UnavailableError,
+)
+from upr_protocol.limits import CLIENT_GETS
 
 
 @pytest.mark.asyncio
@@ -56,6 +63,26 @@ async def test_a_server_that_answers_nothing_is_not_asked_for_ever() -> None:
         with pytest.raises(ProtocolError, match="0 answers for 1 keys"):
             await bucket.get(b"k")
     assert len(server.gets) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_get_that_finds_no_place_among_others_says_so_in_time() -> None:
+    server = KeyValueServer()
+    server.values[b"k"] = b"v"
+    async with running(server), AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        places = bucket._connection.gets
+        for _ in range(CLIENT_GETS):
+            assert await places.take()
+        with pytest.raises(UnavailableError, match="open Gets of the client are 64; must be below"):
+            await bucket.get(b"k", seconds=0.01)
+        places.give_back()
+        # It gives its place back, and so does one that fails.
+        server.faults.gets = [DataDamagedError("a bad block")]
+        with pytest.raises(DataDamagedError):
+            await bucket.get(b"k")
+        assert [await bucket.get(b"k") for _ in range(2)] == [b"v", b"v"]
+    assert len(server.gets) == 3
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,14 @@ from tests.client._sync.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import VERSION
 from upr_client import Client
-from upr_client.errors import ClosedError, DataDamagedError, InvalidArgumentError, ProtocolError
+from upr_client.errors import (
+    ClosedError,
+    DataDamagedError,
+    InvalidArgumentError,
+    ProtocolError,
+    UnavailableError,
+)
+from upr_protocol.limits import CLIENT_GETS
 
 
 def test_get_one() -> None:
@@ -53,6 +60,25 @@ def test_a_server_that_answers_nothing_is_not_asked_for_ever() -> None:
         with pytest.raises(ProtocolError, match="0 answers for 1 keys"):
             bucket.get(b"k")
     assert len(server.gets) == 1
+
+
+def test_a_get_that_finds_no_place_among_others_says_so_in_time() -> None:
+    server = KeyValueServer()
+    server.values[b"k"] = b"v"
+    with running(server), Client(server.target) as client:
+        bucket = client.bucket()
+        places = bucket._connection.gets
+        for _ in range(CLIENT_GETS):
+            assert places.take()
+        with pytest.raises(UnavailableError, match="open Gets of the client are 64; must be below"):
+            bucket.get(b"k", seconds=0.01)
+        places.give_back()
+        # It gives its place back, and so does one that fails.
+        server.faults.gets = [DataDamagedError("a bad block")]
+        with pytest.raises(DataDamagedError):
+            bucket.get(b"k")
+        assert [bucket.get(b"k") for _ in range(2)] == [b"v", b"v"]
+    assert len(server.gets) == 3
 
 
 def test_a_partition_that_cannot_be_read_is_an_error() -> None:
