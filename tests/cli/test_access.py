@@ -177,6 +177,30 @@ def test_the_commands_with_tls_and_a_token(world: World) -> None:
     assert token not in world.server.log_text()
 
 
+def test_what_is_wrong_with_the_tls_of_a_command_is_said(world: World) -> None:
+    other = world.folder / "other"
+    other.mkdir()
+    make_certificate(other)
+    key, cert = other / "key.pem", other / "chain.pem"
+    port = world.target.rpartition(":")[2]
+    empty = world.folder / "empty.pem"
+    empty.write_text("no certificate\n")
+    more: tuple[object, ...]
+    for target, ca, more, words in (
+        (world.target, cert, (), "certificate is not trusted (is --tls-ca its authority?)"),
+        (world.target, empty, (), "does --tls-ca have a certificate in PEM"),
+        (
+            world.target,
+            world.ca,
+            ("--tls-cert", world.ca, "--tls-key", key),
+            "does --tls-key belong",
+        ),
+        (f"localhost:{port}", world.ca, (), "its certificate is for another name"),
+    ):
+        asked = ("--target", target, "--tls-ca", str(ca), *map(str, more))
+        assert words in world.run("admin", "status", *asked, status=5).stderr
+
+
 def test_spark_connects_with_tls_and_a_token(world: World) -> None:
     options = {"endpoint": world.target, "tls": "true", "tls.ca": str(world.ca)}
     connection = read_connection({**options, "tokenFile": str(world.folder / "root.token")})

@@ -387,6 +387,14 @@ def test_what_a_shell_cannot_type_is_one_line_too(target: str) -> None:
         ("ipv4:1.2.3.4:80: Socket closed", "1.2.3.4:80: what listens there closes the connection"),
         ("ipv6:%5B::1%5D:80: connect: Connection refused (111)", "[::1]:80: nothing listens there"),
         ("unix:/s: connect failed: error: No such file or directory", "/s: nothing listens there"),
+        (
+            "ipv4:1.2.3.4:80: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK",
+            "1.2.3.4:80: its certificate has expired",
+        ),
+        (
+            "ipv4:1.2.3.4:80: CERTIFICATE_VERIFY_FAILED: certificate is not yet valid: OK",
+            "1.2.3.4:80: its certificate is not valid yet",
+        ),
     ],
 )
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED])

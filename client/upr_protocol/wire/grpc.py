@@ -99,12 +99,28 @@ _CAUSES: Final = (
     ("http2 header with status", "what listens there is no upr-server", _ANOTHER),
     ("network is unreachable", "there is no way to it", "is the network up?"),
     ("no route to host", "there is no way to it", "is the network up?"),
+    ("certificate has expired", "its certificate has expired", "does the server have a newer one?"),
+    (
+        "certificate is not yet valid",
+        "its certificate is not valid yet",
+        "is the clock right here?",
+    ),
+    (
+        "hostname verification check failed",
+        "its certificate is for another name",
+        "is the target a name or an address that the certificate has?",
+    ),
+    (
+        "failed to create security handshaker",
+        "what is given for TLS cannot be used",
+        "does --tls-ca have a certificate in PEM, and does --tls-key belong to --tls-cert?",
+    ),
     ("certificate_verify_failed", "its certificate is not trusted", "is --tls-ca its authority?"),
     ("wrong_version_number", "what listens there speaks no TLS", "leave TLS out?"),
     (
         ": socket closed",
         "what listens there closes the connection",
-        "does it want --tls, or is it full?",
+        "does it want --tls, or a client's certificate (--tls-cert), or is it full?",
     ),
 )
 """Words in gRPC's details of a call that was not made, what they mean, and what to ask oneself."""
