@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +138,18 @@ async def test_a_clean_restart_changes_nothing(server_process: StartServer) -> N
         server.start()
         async with RawClient(server.target) as client:
             assert (await client.partitions(), await client.logs()) == before
+
+
+def test_closing_its_terminal_stops_it_cleanly_or_not_at_all(server_process: StartServer) -> None:
+    server = server_process()
+    os.kill(server.pid, signal.SIGHUP)
+    assert server.wait() == 0
+    assert "stopping" in server.log_text()
+    server.start(prefix=("nohup",))
+    status = Path(f"/proc/{server.pid}/status").read_text()
+    ignored = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
+    assert int(ignored.split()[1], 16) & 1 << signal.SIGHUP - 1
+    assert server.terminate() == 0
 
 
 @pytest.mark.asyncio

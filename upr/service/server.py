@@ -493,7 +493,7 @@ def _notify(state: str) -> None:
 
 
 async def serve(config: ServerConfig, replicate: Replicate | None = None) -> int:
-    """Run a server until SIGTERM or SIGINT; ``replicate`` as in Server.
+    """Run a server until SIGTERM, SIGINT or SIGHUP; ``replicate`` as in Server.
 
     Returns the exit status: 0 after a clean shutdown, 1 otherwise.
 
@@ -508,6 +508,9 @@ async def serve(config: ServerConfig, replicate: Replicate | None = None) -> int
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    # What nohup started stays when the terminal is closed.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, stop.set)
     resources.tame_collector()
     try:
         await server.start()
