@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -43,6 +44,35 @@ async def test_a_task_that_is_cancelled_is_cancelled() -> None:
             await waiting
         with pytest.raises(UnavailableError, match="did not answer in time"):
             await client.bucket().get(b"k", seconds=0.05)
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_a_client_of_a_closed_event_loop_says_so(target: str, first: int) -> None:
+    client = AsyncClient(target)
+    bucket = client.bucket()
+
+    async def follow() -> None:
+        async with bucket.changes(until="now") as changes:
+            async for _ in changes:
+                pass
+
+    uses: list[Callable[[], Awaitable[object]]] = [
+        lambda: bucket.get(b"k"),
+        lambda: bucket.set(b"k", b"v"),
+        follow,
+        client.admin.buckets,
+    ]
+
+    async def use(which: Callable[[], Awaitable[object]]) -> None:
+        async with asyncio.timeout(WAIT_SECONDS):
+            await which()
+
+    asyncio.run(use(uses[first]))
+    for one in uses:
+        with pytest.raises(ClosedError, match="event loop that is closed"):
+            asyncio.run(use(one))
+    # It holds up nothing either.
+    asyncio.run(use(client.close))
 
 
 async def cancel_all() -> None:

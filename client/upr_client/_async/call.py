@@ -23,6 +23,7 @@ from upr_client._async.io import (
     RequestQueue,
     Semaphore,
     cancelled_from_outside,
+    has_ended,
     mutex,
     now,
     open_channel,
@@ -102,6 +103,7 @@ class Connection:
         anywhere: the route of unary calls that any server may answer.
         first: the route of calls about one server, which go to the first endpoint given and to no other.
         open: of each stream that is open, the function that closes it.
+        has_ended: whether the event loop is closed that its channels belong to; nothing is made of another one.
         gets, waiting_gets: places of open Gets, and of those that wait for writes: the server refuses too many.
     """
 
@@ -133,6 +135,7 @@ class Connection:
         self._raw: dict[str, tuple[Any, ...]] = {}
         self._mutex = mutex()
         self._process = os.getpid()
+        self.has_ended: Callable[[], bool] = lambda: False
 
     @property
     def is_foreign(self) -> bool:
@@ -150,12 +153,17 @@ class Connection:
             raise ClosedError(
                 "the client was made in another process", hint="open a new one after the fork"
             )
+        if self.has_ended():
+            raise ClosedError(
+                "the client belongs to an event loop that is closed",
+                hint="open a client in each asyncio.run",
+            )
 
     async def close(self) -> None:
         """Nothing can be asked any more; the channels that were made here are closed."""
         self.closed = True
-        if self.is_foreign:
-            # They are the other process's, and a thread that is not there may hold the mutex.
+        if self.is_foreign or self.has_ended():
+            # They are the other process's, and a thread that is not there may hold the mutex; or ended with the loop.
             return
         with self._mutex:
             channels = list(self._channels.values())
@@ -192,6 +200,7 @@ class Connection:
             self.check_usable()
             stubs = self._raw.get(endpoint)
             if stubs is None:
+                self.has_ended = has_ended()
                 channel = self._given
                 if channel is None:
                     channel = open_channel(endpoint, CLIENT_OPTIONS, self._credentials)

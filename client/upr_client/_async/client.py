@@ -125,8 +125,8 @@ class AsyncClient:
         connection = self._connection
         if connection.closed:
             return
-        if connection.is_foreign:
-            # Connections and background work belong to the process that made them.
+        if connection.is_foreign or connection.has_ended():
+            # Connections and background work belong to the process, and event loop, that made them.
             connection.closed = True
             return
         seconds = connection.request_timeout

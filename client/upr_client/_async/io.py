@@ -43,6 +43,14 @@ def begin_connecting(channel: Channel) -> None:
     channel.get_state(try_to_connect=True)
 
 
+def has_ended() -> Callable[[], bool]:
+    """Return a function that says whether the event loop that runs now is closed; never, where none does."""
+    try:
+        return asyncio.get_running_loop().is_closed
+    except RuntimeError:
+        return lambda: False
+
+
 def mutex() -> AbstractContextManager[Any]:
     """Guards a few statements with nothing awaited in between; on one event loop nothing is needed for that."""
     return nullcontext()

@@ -52,6 +52,11 @@ def begin_connecting(channel: Channel) -> None:
     """Have a channel connect before its first call, where gRPC does so without a thread."""
 
 
+def has_ended() -> Callable[[], bool]:
+    """Return a function that says whether what a connection depends on is gone; threads depend on nothing."""
+    return lambda: False
+
+
 def mutex() -> AbstractContextManager[Any]:
     """Guards a few statements against the other threads."""
     return threading.RLock()
