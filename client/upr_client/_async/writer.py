@@ -306,7 +306,7 @@ class AsyncWriter:
         write, error = None, None
         try:
             block = build_block(batch.keys, batch.values)
-            write = await self._writer().submit(block, batch.level, self._wake.set)
+            write = await self._writer().submit(block, batch.level, self._wake.set, over_quota=True)
             # Not before, as whoever is cancelled there has sent nothing.
             if self._options.on_results is None:
                 batch.values = []

@@ -72,6 +72,7 @@ class Write:
 
     Attributes:
         group: the single writes that it consists of; None for a block.
+        over_quota: whether it is tried again over the bucket's quota too.
         number: 0 while it has none: it gets one when it is sent.
         unknown: whether a call ended, or was answered, without its outcome: then its number stays.
         refused: the retriable refusal after which it, or the rest of it, is sent again.
@@ -83,6 +84,7 @@ class Write:
     request: kv_pb2.WriteRequest
     on_done: Callable[[], object] | None = None
     group: Group | None = None
+    over_quota: bool = False
     number: int = 0
     unknown: bool = False
     refused: UprError | None = None
@@ -159,16 +161,18 @@ class BlockWriter:
         block: Block,
         durability: types_pb2.Durability.ValueType,
         on_done: Callable[[], object] | None = None,
+        over_quota: bool = False,
     ) -> Write:
         """Queue a write behind those before it; waits while as many are outstanding as may be.
 
         Args:
             on_done: called when the outcome is known, in the background; must not block.
+            over_quota: as of ``Write``.
 
         Raises:
             ClosedError: the writer was closed.
         """
-        write = Write(write_request(block, durability), on_done)
+        write = Write(write_request(block, durability), on_done, over_quota=over_quota)
         self._room.take()
         with self._mutex:
             try:
@@ -602,8 +606,8 @@ class BlockWriter:
             write.unknown = True
         else:
             self._broken = True
-        # Whoever waits for a single write can free room, which takes other writes; a Writer has nothing else to do.
-        over_quota = write.group is not None and isinstance(error, QuotaExceededError)
+        # Whoever waits for a write can free room, which takes other writes; a Writer has nothing else to do.
+        over_quota = not write.over_quota and isinstance(error, QuotaExceededError)
         if error.retriable and not over_quota:
             write.refused = error
             self._break_off(error)

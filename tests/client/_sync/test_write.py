@@ -259,15 +259,19 @@ def test_a_value_that_the_server_would_refuse_is_not_sent() -> None:
 
 def test_what_a_quota_refuses_is_told_at_once_to_who_waits_and_a_writer_tries_again() -> None:
     full = QuotaExceededError("over its quota")
-    first: list[Step] = [*BEGIN, write_refused(1, full), Expect("write"), write_refused(2, full)]
-    script = [[*first, HalfClosed()], [*BEGIN, applied(3, (P, 0, 1)), HalfClosed()]]
+    first: list[Step] = [*BEGIN, write_refused(1, full)]
+    first += [Expect("write"), write_refused(2, full), Expect("write"), write_refused(3, full)]
+    script = [[*first, HalfClosed()], [*BEGIN, applied(4, (P, 0, 1)), HalfClosed()]]
     with serve(write=script) as server, Client(server.target) as client:
         bucket = client.bucket()
         with pytest.raises(QuotaExceededError, match="over its quota"):
             bucket.set(KEY, b"value")
+        # As a large ``write_many``.
+        with pytest.raises(QuotaExceededError, match="over its quota"):
+            write_blocks(bucket, [build_block([KEY], [b"value"])])
         with bucket.writer() as writer:
             writer.set(KEY, b"value")
-        assert [len(call.of("write")) for call in server.calls["write"]] == [2, 1]
+        assert [len(call.of("write")) for call in server.calls["write"]] == [3, 1]
 
 
 def test_a_refusal_for_good_is_raised_and_later_writes_go_on() -> None:
