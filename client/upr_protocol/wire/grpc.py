@@ -61,7 +61,7 @@ _CLASSES: dict[str, type[UprError]] = {
     value.default_reason: value
     for value in vars(errors).values()
     if isinstance(value, type) and issubclass(value, UprError)
-}
+} | {"SUPERSEDED": errors.FencedError}
 
 
 def code_of(error: UprError) -> grpc.StatusCode:

@@ -17,7 +17,6 @@ from upr_client import (
     Only,
     ServerPositions,
     Tuning,
-    UprError,
 )
 from upr_client.errors import FencedError, InvalidArgumentError
 from upr_client.types import AsyncChanges
@@ -146,7 +145,7 @@ async def test_a_former_owner_stores_nothing(target: str) -> None:
             former.ack(events[0])
             with pytest.raises(FencedError, match="another owner"):
                 await former.save()
-            with pytest.raises(UprError) as ended:
+            with pytest.raises(FencedError) as ended:
                 await changes_of(former)
             assert ended.value.reason == "SUPERSEDED"
         (consumer,) = await client.admin.consumers(bucket, with_positions=True)

@@ -18,7 +18,6 @@ from upr_client import (
     Only,
     ServerPositions,
     Tuning,
-    UprError,
 )
 from upr_client.errors import FencedError, InvalidArgumentError
 from upr_client.types import Changes
@@ -142,7 +141,7 @@ def test_a_former_owner_stores_nothing(target: str) -> None:
             former.ack(events[0])
             with pytest.raises(FencedError, match="another owner"):
                 former.save()
-            with pytest.raises(UprError) as ended:
+            with pytest.raises(FencedError) as ended:
                 changes_of(former)
             assert ended.value.reason == "SUPERSEDED"
         (consumer,) = client.admin.consumers(bucket, with_positions=True)
