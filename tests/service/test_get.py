@@ -449,6 +449,16 @@ async def test_a_client_has_its_gets_take_turns(server_process: StartServer) -> 
 
 
 @pytest.mark.asyncio
+async def test_a_token_of_another_bucket_does_not_have_anybody_begin_again(target: str) -> None:
+    async with AsyncClient(target) as client:
+        await client.admin.create_bucket("another")
+        token = (await client.bucket("another").set(b"k", b"v")).token
+        with pytest.raises(BucketGoneError, match="or the token is of another bucket") as caught:
+            await client.bucket().get(b"k", at_least=token)
+        assert caught.value.hint == "ask with a token of a write into this bucket"
+
+
+@pytest.mark.asyncio
 async def test_a_change_of_role_ends_the_waiting(tmp_path: Path) -> None:
     async with connected(tmp_path) as (server, client):
         catalog = server._catalog
