@@ -117,10 +117,11 @@ class FilePositions:
 
         Raises:
             PositionDamagedError: the file is damaged or of another format, also of a newer one.
-            PositionStoreError: it cannot be read.
+            PositionStoreError: it cannot be read, or its folder is missing or cannot be written.
         """
         with self._mutex:
             data = self._read()
+            self._check_folder()
             self._known, self._data = self._parse(data), data
             return self._known.only(np.fromiter(partitions, np.int64))
 
@@ -154,6 +155,16 @@ class FilePositions:
             # Before the folder is synced: if that fails, the next save meets the new file all the same.
             self._known, self._data = table, encoded
             self._sync(folder)
+
+    def _check_folder(self) -> None:
+        """A consumer that cannot save should learn it before it handles anything."""
+        try:
+            os.close(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY))
+        except OSError as error:
+            raise self._failed("its folder cannot be opened", error) from error
+        if not os.access(self._path.parent, os.W_OK | os.X_OK):
+            denied = OSError("no permission, or a read-only disk")
+            raise self._failed("its folder cannot be written", denied)
 
     @contextmanager
     def _locked_folder(self) -> Iterator[int]:

@@ -336,7 +336,7 @@ def told(call: Callable[[], object], path: Path) -> str:
 
 def test_a_folder_that_is_missing_or_no_folder_is_named(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "p"
-    assert FilePositions(path).load([1]) == {}
+    assert "No such file" in told(lambda: FilePositions(path).load([1]), path)
     assert "No such file" in told(lambda: FilePositions(path).save({1: at(1)}), path)
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "p"
@@ -359,6 +359,9 @@ def test_a_missing_permission_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setattr("builtins.open", denied)
         assert "Permission denied" in told(lambda: FilePositions(path).load([1]), path)
         told(lambda: store.save({1: at(2)}), path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        assert "its folder cannot be written" in told(lambda: FilePositions(path).load([1]), path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", denied)
         assert "Permission denied" in told(lambda: store.save({1: at(2)}), path)
