@@ -407,7 +407,7 @@ class Catalog:
         try:
             return self.of(request)
         except (BucketNotFoundError, BucketGoneError) as error:
-            if isinstance(error, BucketGoneError) and getattr(request, "at_least", ()):
+            if isinstance(error, BucketGoneError) and getattr(request, "at_least", False):
                 # The version is the token's: it says nothing of what the client has.
                 error.message += ", or the token is of another bucket"
                 error.hint = "ask with a token of a write into this bucket"
