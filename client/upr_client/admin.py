@@ -9,7 +9,7 @@ from upr_client.changes.status import ChangesStatus, Problem
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.failover import FailoverLog, check_partitions
 from upr_protocol.handshake import Pin
-from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, QUOTA_BYTES_MAX, check_name
+from upr_protocol.limits import CUT_LEASE_SECONDS_MAX, QUOTA_BYTES_MAX, check_name, is_number
 from upr_protocol.wire.grpc import error_of
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -514,9 +514,9 @@ def lease_seconds(lease: float | None) -> float:
     """Return a lease as requests carry it, 0 for None: the server's choice; InvalidArgumentError out of its range."""
     if lease is None:
         return 0.0
-    if not 0 < lease <= CUT_LEASE_SECONDS_MAX:
+    if not (is_number(lease) and 0 < lease <= CUT_LEASE_SECONDS_MAX):
         raise InvalidArgumentError(
-            f"lease is {lease} s; must be above 0 and at most {CUT_LEASE_SECONDS_MAX:.0f}",
+            f"lease is {lease!r} s; must be above 0 and at most {CUT_LEASE_SECONDS_MAX:.0f}",
             hint="None means the default",
         )
     return lease

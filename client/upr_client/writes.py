@@ -42,7 +42,9 @@ from upr_protocol.limits import (
     GROUP_ROWS_MAX,
     JOINED_SMALL_BYTES,
     PARTITIONS,
+    check_at_least,
     choice,
+    is_number,
 )
 from upr_protocol.partitioning import partition_of
 from upr_protocol.wire.codec import block_from_message, decode_runs, fill_message
@@ -538,10 +540,12 @@ class WriterOptions:
             ("batch_bytes", self.batch_bytes, BLOCK_COLUMN_BYTES),
             ("max_outstanding_bytes", self.max_outstanding_bytes, None),
         ):
-            if value < 1 or (largest is not None and value > largest):
+            # NaN too: nothing is above it, and nobody would wait for room.
+            if not (is_number(value) and value >= 1) or (largest is not None and value > largest):
                 limit = "1 or more" if largest is None else f"1 to {largest}"
-                raise InvalidArgumentError(f"{name} is {value}; must be {limit}")
-        if not (self.linger_seconds >= 0 and isfinite(self.linger_seconds)):
+                raise InvalidArgumentError(f"{name} is {value!r}; must be {limit}")
+        check_at_least(self.linger_seconds, 0, "linger_seconds")
+        if not isfinite(self.linger_seconds):
             raise InvalidArgumentError(
                 f"linger_seconds is {self.linger_seconds}; must be 0 or more"
             )

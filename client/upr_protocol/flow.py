@@ -5,8 +5,6 @@ goes through. An idle server sends heartbeats, the client answers, silence for t
 either side. The caller has the clock: it passes the time to every method, in seconds of a monotonic clock.
 """
 
-from numbers import Real
-
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import (
     CREDIT_BYTES,
@@ -16,6 +14,7 @@ from upr_protocol.limits import (
     HEARTBEAT_SECONDS_MIN,
     LATE_INTERVALS,
     SILENT_INTERVALS,
+    is_number,
 )
 
 
@@ -116,8 +115,8 @@ def check_interval(interval_seconds: float) -> float:
         InvalidArgumentError: it is below 0.05, above 3600 or not a number.
     """
     # Written so that NaN fails it too.
-    is_number = isinstance(interval_seconds, Real)
-    if not (is_number and HEARTBEAT_SECONDS_MIN <= interval_seconds <= HEARTBEAT_SECONDS_MAX):
+    fits = is_number(interval_seconds)
+    if not (fits and HEARTBEAT_SECONDS_MIN <= interval_seconds <= HEARTBEAT_SECONDS_MAX):
         raise InvalidArgumentError(
             f"heartbeat interval is {interval_seconds!r} s; must be {HEARTBEAT_SECONDS_MIN} "
             f"to {HEARTBEAT_SECONDS_MAX}"

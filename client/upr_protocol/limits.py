@@ -9,7 +9,7 @@ for what the specification leaves open.
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from numbers import Real
+from numbers import Integral, Real
 from typing import Final, TypeVar
 
 from upr_protocol.errors import InvalidArgumentError
@@ -302,11 +302,20 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def check_at_least(value: float, least: float, what: str, *, above: bool = False) -> None:
+def is_number(value: object, *, whole: bool = False) -> bool:
+    """Return whether the value is a number, which a bool is for Python only."""
+    return isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+
+
+def check_at_least(
+    value: float, least: float, what: str, *, above: bool = False, whole: bool = False
+) -> None:
     """Raise InvalidArgumentError unless the value is a number, and the least one or more; ``above``: more."""
     # NaN fails both.
-    if not isinstance(value, Real) or not (value > least if above else value >= least):
+    fits = is_number(value, whole=whole) and (value > least if above else value >= least)
+    if not fits:
         words = f"above {least:g}" if above else f"{least:g} or more"
+        words = f"a whole number, {words}" if whole else words
         raise InvalidArgumentError(f"{what} is {value!r}; must be {words}")
 
 

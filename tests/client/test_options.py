@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from upr_client import Group, MemoryPositions, Only, ServerPositions, Tuning
-from upr_client.changes.options import ChangesOptions
+from upr_client.changes.options import ChangesOptions, HandlingOptions
 from upr_client.errors import InvalidArgumentError
+
+
+def handling(concurrency: int = 8, retries: int = 3) -> HandlingOptions:
+    return HandlingOptions(concurrency, "partition", retries, None, None)
 
 
 @pytest.mark.parametrize(
@@ -20,10 +24,18 @@ from upr_client.errors import InvalidArgumentError
         (lambda: Only(stability="stone"), "must be one of disk, memory"),
         (lambda: Tuning(credit_bytes=0), "credit"),
         (lambda: Tuning(heartbeat_seconds=0.0), "heartbeat"),
+        (lambda: Tuning(heartbeat_seconds=True), "heartbeat interval is True s; must be"),
+        (lambda: Tuning(unacknowledged_max=1.5), "unacknowledged_max is 1.5"),  # type: ignore[arg-type]
+        (lambda: handling("5"), "concurrency is '5'; must be 1 to 1024"),  # type: ignore[arg-type]
+        (lambda: handling(retries=-1), "retries is -1; must be a whole number, 0 or more"),
+        (lambda: handling(retries="3"), "retries is '3'"),  # type: ignore[arg-type]
         (lambda: Tuning(save_seconds=-1.0), "save_seconds is -1.0; must be 0 or more"),
         (lambda: Tuning(retry_seconds=float("nan")), "retry_seconds is nan"),
         (lambda: Tuning(save_seconds="1"), "save_seconds is '1'; must be 0 or more"),  # type: ignore[arg-type]
-        (lambda: Tuning(unacknowledged_max=0), "unacknowledged_max is 0; must be 1 or more"),
+        (
+            lambda: Tuning(unacknowledged_max=0),
+            "unacknowledged_max is 0; must be a whole number, 1 or more",
+        ),
         (lambda: Group("g", lease_seconds=0.1), "lease_seconds is 0.1; must be 1 to 3600"),
         (lambda: Group("g", lease_seconds="9"), "lease_seconds is '9'"),  # type: ignore[arg-type]
         (lambda: Group("g", member=""), "member"),

@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
-from numbers import Real
 from typing import Any, Final, Literal, Protocol
 
 from upr_client.changes.events import RECENT_KEY_BYTES, Change, Rollback
@@ -26,6 +25,7 @@ from upr_protocol.limits import (
     check_at_least,
     check_name,
     choice,
+    is_number,
 )
 from upr_protocol.position import Position
 from upr_protocol.wire.compression import zstd_available
@@ -93,7 +93,7 @@ class Group:
         if self.member is not None:
             check_name(self.member, "member")
         lease = self.lease_seconds
-        if not isinstance(lease, Real) or not LEASE_SECONDS_MIN <= lease <= LEASE_SECONDS_MAX:
+        if not is_number(lease) or not LEASE_SECONDS_MIN <= lease <= LEASE_SECONDS_MAX:
             raise InvalidArgumentError(
                 f"lease_seconds is {lease!r}; must be {LEASE_SECONDS_MIN:g} to {LEASE_SECONDS_MAX:g}"
             )
@@ -174,7 +174,7 @@ class Tuning:
         ):
             value = getattr(self, name)
             if value is not None:
-                check_at_least(value, least, name)
+                check_at_least(value, least, name, whole="seconds" not in name)
 
 
 class Pinned(Protocol):
@@ -419,14 +419,14 @@ class HandlingOptions:
     on_rollback_event: Callable[[Rollback], Any] | None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.concurrency <= CONCURRENCY_MAX:
+        whole = is_number(self.concurrency, whole=True)
+        if not (whole and 1 <= self.concurrency <= CONCURRENCY_MAX):
             raise InvalidArgumentError(
-                f"concurrency is {self.concurrency}; must be 1 to {CONCURRENCY_MAX}"
+                f"concurrency is {self.concurrency!r}; must be 1 to {CONCURRENCY_MAX}"
             )
         if self.order not in ("partition", "key"):
             raise InvalidArgumentError(f'order is {self.order!r}; must be "partition" or "key"')
-        if self.retries < 0:
-            raise InvalidArgumentError(f"retries is {self.retries}; must be 0 or more")
+        check_at_least(self.retries, 0, "retries", whole=True)
 
     def check_rollbacks(self, policy: Policy) -> None:
         """Raise InvalidArgumentError if rollbacks are events, and nobody takes them."""

@@ -106,6 +106,8 @@ def test_values_out_of_range_are_refused_at_once() -> None:
             client.bucket("b", producer="p" * 201)
         with pytest.raises(InvalidArgumentError, match="resume is 'server'"):
             client.bucket("b").changes(resume="server")  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match="lease is '1h' s; must be above 0"):
+            client.admin.create_cut("b", "c", lease="1h")  # type: ignore[arg-type]
 
 
 def test_no_partitions_are_not_all_of_them() -> None:
