@@ -199,11 +199,12 @@ def test_who_claims_in_vain_lets_others_claim(
             raise OSError(errno.ENOSPC, "full")
         return await serve(ownership, *how)
 
-    monkeypatch.setattr(Ownership, "_serve", fails)
-    first.kill()
-    world.until(lambda: standing(other).row.epoch < standing(other).promised, 20, "claimed")
-    assert standing(other).candidate == standing(one).directory
-    world.until(lambda: other.active, 30, "active")
+    with monkeypatch.context() as patched:
+        patched.setattr(Ownership, "_serve", fails)
+        first.kill()
+        world.until(lambda: standing(other).row.epoch < standing(other).promised, 20, "claimed")
+        assert standing(other).candidate == standing(one).directory
+        world.until(lambda: other.active, 30, "active")
     first.start()
     world.settle()
     world.check()
