@@ -252,6 +252,21 @@ def test_a_removed_cut_gets_its_name_again_only_while_it_is_held() -> None:
     made(of, "c", A)
 
 
+def test_partitions_are_told_once_nothing_pins_their_seqno_any_more() -> None:
+    b, told = bucket(), list[list[int]]()
+    b.cuts.on_dropped = told.append
+    write(b, A)
+    write(b, B)
+    one, other = made(b, "one", A, B), made(b, "other", B)
+    b.cuts.replicated(one.row(), "one", b.tail)
+    assert told == []
+    b.cuts.forget(other)
+    b.cuts.forget(other)
+    assert told == []
+    b.cuts.forget(b.cuts.named[0])
+    assert told == [[A, B]]
+
+
 def test_what_cannot_be_cut() -> None:
     b = bucket()
     made(b, "x", A)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,9 +14,11 @@ from tests.service.bucket_state import started
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.engine.compaction import FAN_IN, JOIN_BYTES, plan_merge
+from upr.engine.cuts import Cut
 from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.compactor import DIRECT_BYTES, LOOK_PARTITIONS
+from upr.service.buckets.upstream_state import UpstreamState
 from upr.storage.blocks import BlockCursor, BlockRange
 from upr_protocol.block import build_block
 from upr_protocol.errors import DataDamagedError
@@ -190,6 +192,39 @@ async def test_a_partition_with_a_cut_is_looked_at_after_each_flush(
             assert P in host.compactor._backlog.waiting
             await compact(host)
         assert P not in host.compactor._costs
+
+
+async def released(host: BucketService, cut: Cut, join: UpstreamState) -> None:
+    assert await host.cuts.release(cut.name)
+    await join.set_joining(False)
+
+
+async def expired(host: BucketService, cut: Cut, join: UpstreamState) -> None:
+    await join.set_joining(False)
+    cut.expires = 0
+    assert not await host.cuts.release(cut.name)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", [released, expired])
+async def test_what_cuts_and_a_join_kept_apart_is_compacted_without_another_flush(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[BucketService, Cut, UpstreamState], Awaitable[None]],
+) -> None:
+    """With a quota there may be no other flush until compaction has made room."""
+    monkeypatch.setattr(compactor_module, "FIRST_LOOK_SECONDS", 3600.0)
+    host = started(BucketService(folder, ServerConfig(folder)))
+    keys, join = some_keys(P, 20), UpstreamState(host.bucket, host.disk)
+    await flush(host, dict.fromkeys(keys, b"older"))
+    cut = await host.cuts.create("c", range(PARTITIONS), 10**12)
+    await join.set_joining(True)
+    await flush(host, dict.fromkeys(keys, b"newer"))
+    await until(lambda: host.compactor.waiting == 0 and not host.compactor.turn.locked())
+    assert [head.rows for head in host.disk.store.heads(P)] == [20, 20]
+    await end(host, cut, join)
+    await until(lambda: [head.rows for head in host.disk.store.heads(P)] == [20])
+    assert await host.close()
 
 
 @pytest.mark.asyncio

@@ -7,7 +7,7 @@ A pin takes effect before its cut is durable and is dropped only after the row i
 without its pin.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,6 +73,8 @@ class Cuts:
         self._lowest: U64 = np.full(PARTITIONS, NO_PIN, np.uint64)
         self.changes = 0
         """Number of changes of what ``named`` returns."""
+        self.on_dropped: Callable[[list[int]], None] = lambda partitions: None
+        """Called with the partitions in which a seqno is pinned no more: what it kept apart may be compacted."""
 
     @property
     def named(self) -> list[Cut]:
@@ -238,11 +240,17 @@ class Cuts:
         self._drop(cut)
 
     def _drop(self, cut: Cut) -> None:
-        if cut in self._held:
-            self._held.remove(cut)
-        self._lowest = np.min(
-            [np.full(PARTITIONS, NO_PIN, np.uint64), *(c.seqnos for c in self._held)], axis=0
-        )
+        if cut not in self._held:
+            return
+        self._held.remove(cut)
+        none = np.full(PARTITIONS, NO_PIN, np.uint64)
+        self._lowest = np.min([none, *(c.seqnos for c in self._held)], axis=0)
+        free = cut.seqnos != NO_PIN
+        for other in self._held:
+            # A cut is replaced by what it has become, and the pins of a join rise in few partitions at a time.
+            free &= other.seqnos != cut.seqnos
+        if free.any():
+            self.on_dropped(np.flatnonzero(free).tolist())
 
     def _hold(self, cut: Cut) -> None:
         self._held.append(cut)

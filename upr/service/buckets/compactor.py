@@ -129,6 +129,7 @@ class Compactor:
         self.turn = asyncio.Lock()
         self._work: set[asyncio.Task[Any]] = set()
         self._leisure = 1.0
+        bucket.cuts.on_dropped = self.note
 
     @property
     def waiting(self) -> int:
