@@ -26,6 +26,7 @@ from upr_protocol.block import (
     make_runs,
     sealed,
 )
+from upr_protocol.errors import StorageFailedError
 from upr_protocol.flow import CreditWindow
 from upr_protocol.limits import BLOCK_COLUMN_BYTES
 from upr_protocol.wire.codec import decode_block
@@ -383,3 +384,44 @@ def test_readers_begin_where_each_partition_goes_on() -> None:
     firsts[1, 768] = firsts[2, 400] = b.tail.end
     for key, entry in at.items():
         assert firsts[key] - 2 * MARK_EVERY < entry <= firsts[key], key
+
+
+def no_memory(*_: object) -> Any:
+    raise MemoryError
+
+
+def test_a_write_for_which_there_is_no_memory_is_not_numbered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    b = bucket()
+    put(b, b"first")
+    with monkeypatch.context() as patch:
+        patch.setattr(tail_module, "join_blocks", no_memory)
+        with pytest.raises(MemoryError):
+            # What gathered is made an entry before it.
+            put(b, b"second", now=2 + GATHER_MICROS)
+    assert b.partitions.high.sum() == 1
+    put(b, b"second", now=3 + GATHER_MICROS)
+    commit(b)
+    runs = [run for entry in b.tail.range(0, b.tail.end) for run in entry.runs.tolist()]
+    assert len(runs) == b.partitions.high.sum() == 2
+
+
+def test_nothing_is_numbered_above_what_was_numbered_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    b, told = bucket(), list[StorageFailedError]()
+
+    def fail(error: StorageFailedError) -> None:
+        told.append(error)
+        b.fail(error)
+
+    b.on_failure = fail
+    with monkeypatch.context() as patch:
+        patch.setattr(b.tail, "_grow", no_memory)
+        with pytest.raises(MemoryError):
+            put(b, b"first")
+    with pytest.raises(StorageFailedError):
+        put(b, b"second")
+    assert [error.message for error in told] == ["a write was numbered and not kept: MemoryError()"]
+    assert b.partitions.high.sum() == 1

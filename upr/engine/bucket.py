@@ -134,6 +134,8 @@ class Bucket:
         """Whether this server may have to undo what no counted replica has: a flush for age leaves that in the tail."""
         self.proven = proven
         self.failure: StorageFailedError | None = None
+        self.on_failure: Callable[[StorageFailedError], None] = self.fail
+        """Called when nothing more may be numbered."""
         self.stalled = False
         """Whether the journal cannot be written just now, and is tried again."""
         # In the order in which they came: a set has another one each time.
@@ -251,11 +253,17 @@ class Bucket:
         if not len(block.runs):
             runs = block.runs if known is None else known.runs
             return self._written(runs, -1 if known is None else known.entry, True, refused)
-        runs = self._numbered(block.runs, now)
-        block = Block(runs, *block.columns, block.columns_crc, block.further)
-        entry = self.tail.write(block, name, number, now)
-        if call is not None:
-            call.producer.applied(number, runs, entry)
+        filling = self.tail.make_way(block, now)
+        try:
+            runs = self._numbered(block.runs, now)
+            block = Block(runs, *block.columns, block.columns_crc, block.further)
+            entry = self.tail.write(block, name, number, now, filling)
+            if call is not None:
+                call.producer.applied(number, runs, entry)
+        except BaseException as error:
+            # It may be numbered and nowhere: what comes behind it would be lost at the next start.
+            self.on_failure(StorageFailedError(f"a write was numbered and not kept: {error!r}"))
+            raise
         self._wake(memory=True)
         if known is None or not known.seen.any():
             ids = self.partitions.newest_id[runs["partition"]].tolist()

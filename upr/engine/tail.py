@@ -246,11 +246,12 @@ class Tail:
             return self._appended - self.bytes
         return self._sums[number - self.first - 1]
 
-    def write(self, block: Block, producer: bytes, number: int, now: int) -> int:
-        """Add a numbered block and return the number of the entry that it is in, or will be.
+    def make_way(self, block: Block, now: int) -> int:
+        """Close the open entry unless a block may join it; return the bytes of the empty cells that it takes to join it.
+
+        Before the block is numbered, because there may be no memory for it.
 
         Args:
-            producer, number: whose write it is; empty and 0 without a producer.
             now: microseconds since the epoch, never below that of the block before.
         """
         columns, rows, filling = block.column_bytes, block.rows, 0
@@ -264,7 +265,16 @@ class Tail:
         ):
             self.close_open()
             filling = 0
-        columns += filling
+        return filling
+
+    def write(self, block: Block, producer: bytes, number: int, now: int, filling: int) -> int:
+        """Add a numbered block and return the number of the entry that it is in, or will be.
+
+        Args:
+            producer, number: whose write it is; empty and 0 without a producer.
+            now, filling: see ``make_way``.
+        """
+        columns, rows = block.column_bytes + filling, block.rows
         if not self._open:
             self._opened = now
             self._open_size = self._open_columns = self._open_rows = 0

@@ -229,6 +229,7 @@ class BucketService:
         bucket = Bucket(identity, result.partitions, result.next_commit, proven=True)
         bucket.recovered(result.entries)
         bucket.on_stable = self.disk.changed
+        bucket.on_failure = self.fail
         # Until the upstream has answered, nobody knows what this one must undo.
         bucket.may_undo = self._replica
         return bucket
