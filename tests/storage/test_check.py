@@ -430,6 +430,8 @@ def transaction_at(file: PageFile, number: int) -> int:
 
 def test_an_older_state_that_is_whole_in_itself_is_found(tmp_path: Path) -> None:
     closed = filled(tmp_path / "data", 3)
+    # No failed transaction leaves the number of a last page that is new.
+    change(closed, b"meta", b"grown", bytes(10**5))
 
     def go_back(data: bytearray, file: PageFile) -> None:
         newest = file.chosen
@@ -438,7 +440,23 @@ def test_an_older_state_that_is_whole_in_itself_is_found(tmp_path: Path) -> None
 
     with_pages(closed, go_back)
     report = checked(closed)
-    assert any("list of free pages of" in finding.what for finding in report.findings)
+    assert any("list of free pages of" in f.what and f.severity == DAMAGE for f in report.findings)
+
+
+def test_what_lmdb_leaves_of_a_failed_transaction_is_no_damage(tmp_path: Path) -> None:
+    closed = filled(tmp_path / "data", 3)
+    before = closed.data_file.read_bytes()
+    closed.store().put_quota(1)
+
+    def fail(data: bytearray, file: PageFile) -> None:
+        at = transaction_at(file, file.chosen.number)
+        # As LMDB does where the meta page could not be written: the last page and the transaction that were there.
+        data[at - 8 : at + 8] = before[at - 8 : at + 8]
+
+    with_pages(closed, fail)
+    finding = only(checked(closed))
+    assert finding.severity == NOTE
+    assert "of a transaction that failed" in finding.what
 
 
 def test_a_server_does_not_go_back_to_an_older_state(tmp_path: Path) -> None:

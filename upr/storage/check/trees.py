@@ -32,18 +32,24 @@ _COUNTS = "branch_pages", "leaf_pages", "overflow_pages", "entries"
 _Sink = Callable[[str, int | None], None]
 
 
-def check_pages(file: PageFile, report: _Sink, tick: Callable[[], None] = lambda: None) -> None:
+def check_pages(
+    file: PageFile, report: _Sink, note: _Sink, tick: Callable[[], None] = lambda: None
+) -> None:
     """Check the metas and all trees of a data file.
 
     Args:
         report: called with words and the page's number, if one is meant, for every contradiction.
+        note: called alike for what LMDB leaves behind where the disk fails.
         tick: called for every page, as a sign of progress.
     """
-    _Walk(file, report, tick).run()
+    _Walk(file, report, note, tick).run()
 
 
 class _Walk:
-    def __init__(self, file: PageFile, report: _Sink, tick: Callable[[], None]) -> None:
+    def __init__(
+        self, file: PageFile, report: _Sink, note: _Sink, tick: Callable[[], None]
+    ) -> None:
+        self._note = note
         self._tick = tick
         self._file = file
         self._report = report
@@ -81,8 +87,15 @@ class _Walk:
                 newest > meta.transaction
                 or (meta is newer and newest < meta.transaction and meta.transaction > 1)
             ):
-                self._report(
-                    f"meta page {meta.number} is of transaction {meta.transaction}, its list of free pages of {newest}",
+                # Of a failed transaction LMDB writes the trees, and back the number and last page that were there before.
+                failed = meta is older and meta.last_page <= newer.last_page
+                (self._note if failed else self._report)(
+                    f"meta page {meta.number} is of transaction {meta.transaction}, its list of free pages of {newest}"
+                    + (
+                        ", as LMDB leaves them of a transaction that failed; it does not use them"
+                        if failed
+                        else ""
+                    ),
                     meta.number,
                 )
         if self._meta.free.flags != _BY_NUMBER or self._meta.main.flags:

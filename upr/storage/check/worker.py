@@ -18,12 +18,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
 from upr.storage.check.contents import (
+    DAMAGE,
+    NOTE,
     Ends,
     Finding,
     JournalCheck,
@@ -148,11 +151,11 @@ class _Worker:
             check_length(self._store)
             with closing(PageFile(self._store / DATA_FILE)) as file:
 
-                def report(words: str, page: int | None) -> None:
+                def report(words: str, page: int | None, severity: str = DAMAGE) -> None:
                     offset = None if page is None else page * file.page_bytes
-                    self._report(Finding(words, file=where, offset=offset))
+                    self._report(Finding(words, severity, file=where, offset=offset))
 
-                check_pages(file, report, self._tick)
+                check_pages(file, report, partial(report, severity=NOTE), self._tick)
         except DataDamagedError as error:
             self._report(Finding(error.message, file=where))
         except OSError as error:
