@@ -180,6 +180,39 @@ async def test_small_blocks_of_a_large_partition_are_joined_after_a_restart(fold
 
 
 @pytest.mark.asyncio
+async def test_a_large_partition_whose_keys_repeat_is_compacted_after_a_restart(
+    folder: Path,
+) -> None:
+    """Servers may be restarted more often than new blocks become as large as all that was there before."""
+    keys = some_keys(P, 8)
+    async with compacted_by_hand(folder) as host:
+        await flush(host, dict.fromkeys(keys, bytes(DIRECT_BYTES // 8)))
+        assert sum(await compact(host)) == len(keys)
+    for again in range(3):
+        async with compacted_by_hand(folder) as host:
+            await flush(host, dict.fromkeys(keys[:3], b"%d" % again * (DIRECT_BYTES // 8)))
+    async with compacted_by_hand(folder) as host:
+        assert sum(await compact(host)) == len(keys)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("hashed", [True, False])
+async def test_a_large_partition_is_not_read_after_a_restart_unless_its_keys_are_known_to_repeat(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hashed: bool
+) -> None:
+    """Its keys are all different, or have no hashes, as what an older program stored."""
+    keys = some_keys(P, 16)
+    async with compacted_by_hand(folder) as host:
+        for part in (keys[:8], keys[8:]) if hashed else (keys, keys):
+            await flush(host, dict.fromkeys(part, bytes(DIRECT_BYTES // 8)))
+    async with compacted_by_hand(folder) as host:
+        store, rows = host.disk.store, sum(head.rows for head in host.disk.store.heads(P))
+        monkeypatch.setattr(store, "_hashes_hold", hashed)
+        monkeypatch.setattr(store, "blocks", None)
+        assert sum(await compact(host)) == rows
+
+
+@pytest.mark.asyncio
 async def test_a_partition_with_a_cut_is_looked_at_after_each_flush(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -301,6 +301,8 @@ class Compactor:
         self, partition: int, heads: Sequence[Head], pinned: Sequence[int]
     ) -> BlockRange | None:
         """Return what to compact: a range that loses rows by it, or small blocks of one that hardly does."""
+        if partition not in self._settled:
+            self._settled[partition] = self._settled_at_start(partition, heads)
         while (
             found := plan_merge(partition, heads, pinned, self.settled_of(partition, heads))
         ) is not None:
@@ -317,14 +319,29 @@ class Compactor:
         return plan_join(partition, heads, pinned, self.settled_of(partition, heads))
 
     def settled_of(self, partition: int, heads: Sequence[Head]) -> list[tuple[int, int]]:
-        """Return the ranges that were compared as a whole; a large partition was so before this start."""
+        """Return the ranges that were compared as a whole; a large partition counts as one until it is looked at."""
         known = self._settled.get(partition)
         if known is None:
-            at_start = int(self._stored_at_start[partition])
-            before = BlockRange(partition, tuple([h for h in heads if h.end <= at_start]))
-            large = not _is_direct(before)
-            known = self._settled[partition] = [(0, at_start)] if large else []
+            before = self._before_start(partition, heads)
+            known = [] if _is_direct(before) else [(0, before.end)]
         return known
+
+    def _before_start(self, partition: int, heads: Sequence[Head]) -> BlockRange:
+        at_start = self._stored_at_start[partition]
+        return BlockRange(partition, tuple([head for head in heads if head.end <= at_start]))
+
+    def _settled_at_start(self, partition: int, heads: Sequence[Head]) -> list[tuple[int, int]]:
+        """Return the ranges that count as compared though nobody knows what was, in processes before this one.
+
+        A large partition does, unless its hashes show that keys repeat: to compare its keys all of it would be read.
+        """
+        before = self._before_start(partition, heads)
+        if _is_direct(before):
+            return []
+        with self._store.look() as cursor:
+            known = cursor.hashes(partition, before.end, 0, HASHES_BYTES)
+        repeats = len(known.ends) == len(before.heads) and not hardly_repeats(before, known)
+        return [] if repeats else [(0, before.end)]
 
     def _settle(self, one: BlockRange) -> None:
         inside = self._settled.get(one.partition, [])
