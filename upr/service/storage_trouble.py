@@ -115,7 +115,7 @@ class Troubles:
         self._now[what] = Trouble(what, words, full, time.time(), time.monotonic())
         log.error(
             "storage trouble",
-            extra={"bucket": self._bucket, "trouble": what, "error": str(error)},
+            extra={"bucket": self._bucket, "trouble": what, "error": str(error) or repr(error)},
         )
         self._changed()
 

@@ -181,7 +181,7 @@ class Compactor:
                 async with self.turn:
                     await self._merge(partitions)
                 self._disk.troubles.ends(Failing.MERGE)
-            except (OSError, lmdb.Error, NoRoomError) as error:
+            except (OSError, lmdb.Error, NoRoomError, MemoryError) as error:
                 self._disk.troubles.begins(Failing.MERGE, error)
                 if isinstance(error, lmdb.PanicError):
                     return
@@ -594,7 +594,7 @@ class Compactor:
                         seen[partition] = stored
                 except (DataDamagedError, CorruptBlockError) as error:
                     self.damaged({partition: error})
-                except (OSError, lmdb.Error, NoRoomError, StorageFailedError) as error:
+                except (OSError, lmdb.Error, NoRoomError, StorageFailedError, MemoryError) as error:
                     self._disk.troubles.begins(Failing.PURGE, error)
                     failed = True
                     if isinstance(error, NoRoomError):

@@ -6,6 +6,7 @@ handed a Disk.
 """
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -58,13 +59,21 @@ class Worker:
         self._closed = False
 
     def run(self, call: Callable[[], _T]) -> "asyncio.Future[_T]":
-        """Run a function; the future has what it returns. If that is cancelled before its turn it is not run."""
+        """Run a function; the future has what it returns. If that is cancelled before its turn it is not run.
+
+        Raises:
+            OSError: its thread cannot be started.
+        """
         if self._closed:
             raise RuntimeError(f"the {self._name} thread has ended")
         while len(self._threads) < self._count:
             # A daemon, so that a process whose bucket was never closed can end.
             thread = Thread(target=self._run, name=self._name, daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # As what else the system lacks for a moment: it is tried again.
+                raise OSError(errno.EAGAIN, f"{self._name}: {error}") from error
             self._threads.append(thread)
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._work.put((answer, call))

@@ -129,7 +129,7 @@ class Flusher:
             self.map_full = False
             self._disk.troubles.ends(Failing.FLUSH)
             return flushed
-        except (OSError, lmdb.Error) as error:
+        except (OSError, lmdb.Error, MemoryError) as error:
             self.map_full = isinstance(error, lmdb.MapFullError)
             self._disk.troubles.begins(Failing.FLUSH, error)
             self._disk.changed()
