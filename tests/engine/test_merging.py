@@ -266,6 +266,8 @@ PLENTY = 2**40
 def backlog_of(*waiting: int, share: int = 100) -> Backlog:
     """Return a backlog of partitions that wait, where so many bytes are a partition's share of a tail."""
     backlog = Backlog(share * PARTITIONS)
+    for partition in range(PARTITIONS):
+        backlog.in_order(partition)
     backlog.waiting = dict.fromkeys(waiting)
     return backlog
 
@@ -322,6 +324,18 @@ def test_little_room_shortens_the_wait_and_none_ends_it() -> None:
     assert [taken(size, 200 * PARTITIONS) for size in (49, 50)] == [False, True]
     assert taken(0, 0)
     assert taken(0, -PLENTY)
+
+
+def test_a_partition_does_not_wait_while_nobody_knows_what_is_to_be_compacted_there() -> None:
+    """As after a start, or when a cut is released: nothing more may be flushed there."""
+    backlog = Backlog(PLENTY)
+    backlog.waiting = {3: None}
+    assert backlog.take(PARTITIONS, PLENTY) == [3]
+    backlog.in_order(3)
+    for taken in ([], [3]):
+        backlog.waiting = {3: None}
+        assert backlog.take(PARTITIONS, PLENTY) == taken
+        backlog.unknown(3)
 
 
 def test_once_flushes_pause_those_that_wait_longest_are_taken() -> None:

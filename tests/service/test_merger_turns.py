@@ -13,7 +13,7 @@ from tests.raw import all_rows
 from tests.service.bucket_state import started
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
-from upr.engine.compaction import FAN_IN, JOIN_BYTES, plan_merge
+from upr.engine.compaction import BLOCK_COST, FAN_IN, JOIN_BYTES, plan_merge
 from upr.engine.cuts import Cut
 from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
@@ -145,7 +145,10 @@ async def test_compaction_waits_while_flushes_follow_one_another(
         return len(host.disk.store.heads(P))
 
     flushes = 3 * FAN_IN
-    for number in range(flushes):
+    await flush(host, dict.fromkeys(some_keys(P, 9), b""))
+    # Nobody knew what waits there.
+    await until(lambda: P in host.compactor._costs)
+    for number in range(1, flushes):
         await flush(host, dict.fromkeys(some_keys(P, 9), b"%d" % number))
         await pass_turns()
     assert blocks() == flushes
@@ -165,6 +168,19 @@ async def test_compaction_waits_while_flushes_follow_one_another(
     host.compactor.note([P])
     await until(lambda: host.compactor.waiting == 0)
     assert await host.close()
+
+
+@pytest.mark.asyncio
+async def test_what_a_block_costs_counts_while_flushes_follow_one_another(folder: Path) -> None:
+    """A trickle makes thousands of blocks before it has stored what one flush of a full tail does."""
+    async with compacted_by_hand(folder) as host:
+        await looked_at(host)
+        backlog, share = host.compactor._backlog, host.flusher.tail_limit // PARTITIONS
+        blocks = [(P, end, b"") for end in range(share // BLOCK_COST)]
+        host.compactor.flushed(blocks[1:])
+        assert backlog.take(PARTITIONS, 2**50) == []
+        host.compactor.flushed(blocks[:1])
+        assert backlog.take(PARTITIONS, 2**50) == [P]
 
 
 @pytest.mark.asyncio

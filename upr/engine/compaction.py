@@ -9,7 +9,7 @@ are all different, as their stored hashes tell, counts as compacted as it is; on
 
 *Backlog*. While flushes follow one another, compaction would take processor and disk from the writers. So a partition
 waits until they pause, or until it has its share of a tail in new blocks; of many tails where compaction saves next to
-nothing. On a disk, or with a quota, that leaves less room it waits for less.
+nothing. One of which it is not known what waits does not. On a disk, or with a quota, that leaves less room it waits for less.
 
 *Tombstones*. A purged tombstone informs no reader. So it stays until it is old, and until every stream, registered
 consumer and cut has passed it; once it is very old, only cuts hold it. A reader between 0 and the purge seqno restarts
@@ -18,6 +18,7 @@ partition: a stream that read rows before the purge, and the rest after it, woul
 in between.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -58,12 +59,16 @@ class Backlog:
     def __init__(self, tail_bytes: int) -> None:
         self._tail_bytes = tail_bytes
         self.waiting: dict[int, None] = {}
-        self._flushed = [0] * PARTITIONS
-        """Bytes that were stored since nothing was to be compacted."""
+        self._flushed = [math.inf] * PARTITIONS
+        """Cost of what was stored since nothing was to be compacted; without end where nobody knows it."""
         self._repeats: dict[int, bool] = {}
 
-    def flushed(self, partition: int, size: int) -> None:
-        self._flushed[partition] += size
+    def flushed(self, partition: int, cost: int) -> None:
+        self._flushed[partition] += cost
+
+    def unknown(self, partition: int) -> None:
+        """Note that more may be to be compacted than was stored meanwhile."""
+        self._flushed[partition] = math.inf
 
     def in_order(self, partition: int) -> None:
         """Note that nothing was to be compacted."""

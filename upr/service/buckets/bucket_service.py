@@ -170,6 +170,7 @@ class BucketService:
         self.flusher = Flusher(
             disk, bucket, config, self.compactor.flushed, self.tail_keys.drop_before
         )
+        self.compactor.flushing = lambda: self.flusher.busy
         self.producers = ProducerKeeper(disk, bucket, self.flusher.wanted.set, self._closing)
         disk.room.add(bucket.tail, self.flusher.wanted.set)
         self._work = asyncio.Event()

@@ -108,6 +108,7 @@ class Compactor:
     Attributes:
         ages: how old tombstones must be.
         turn: held while something is merged, by ``run`` or by the purger.
+        flushing: returns whether a flush runs: its slices may be long in coming.
     """
 
     def __init__(self, disk: Disk, bucket: Bucket, config: ServerConfig) -> None:
@@ -127,9 +128,10 @@ class Compactor:
         """What the stretches of partitions cost in which nothing was to be compacted when they were looked at."""
         self._stored_at_start = bucket.partitions.stored.copy()
         self.turn = asyncio.Lock()
+        self.flushing: Callable[[], bool] = lambda: False
         self._work: set[asyncio.Task[Any]] = set()
         self._leisure = 1.0
-        bucket.cuts.on_dropped = self.note
+        bucket.cuts.on_dropped = self._unpinned
 
     @property
     def waiting(self) -> int:
@@ -150,16 +152,22 @@ class Compactor:
         if self._backlog.waiting:
             self._wanted.set()
 
+    def _unpinned(self, partitions: Sequence[int]) -> None:
+        for partition in partitions:
+            self._backlog.unknown(partition)
+        self.note(partitions)
+
     def flushed(self, blocks: Iterable[tuple[int, int, bytes]]) -> None:
         """Note new blocks (partition, end_seqno, bytes). Partitions in which they leave nothing to compact are not looked
         at: to read the heads of all their blocks costs more than to flush a block."""
         self._flushed_at = time.monotonic()
         changed: dict[int, list[int] | None] = {}
         for partition, _, data in blocks:
-            self._backlog.flushed(partition, len(data))
+            cost = cost_of(len(data))
+            self._backlog.flushed(partition, cost)
             costs = changed[partition] = self._costs.get(partition)
             if costs is not None:
-                costs.append(cost_of(len(data)))
+                costs.append(cost)
         pinned = self._bucket.cuts.pinned
         self.note(
             partition
@@ -190,7 +198,7 @@ class Compactor:
 
     @property
     def _is_quiet(self) -> bool:
-        return time.monotonic() - self._flushed_at >= QUIET_SECONDS
+        return not self.flushing() and time.monotonic() - self._flushed_at >= QUIET_SECONDS
 
     def _room(self) -> int | None:
         """Return the bytes that the bucket may still store; None while flushes do not follow one another."""
