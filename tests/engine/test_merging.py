@@ -135,6 +135,15 @@ def test_what_is_joined_has_a_limit() -> None:
     assert joined(heads_of(*range(1, 3 * fitting), size=JOIN_BYTES - 1)) == (0, fitting)
 
 
+def test_small_blocks_behind_those_that_end_inside_a_stretch_are_joined() -> None:
+    small = heads_of(*range(10, 10 + 30 * FAN_IN, 10))
+    begun = [head._replace(horizon=10**6) for head in small[:FAN_IN]]
+    large = small[FAN_IN]._replace(size=JOIN_BYTES, plain=JOIN_BYTES)
+    behind = small[FAN_IN + 1 :]
+    assert joined([*begun, large]) is None
+    assert joined([*begun, large, *behind]) == (behind[0].start, behind[-1].end)
+
+
 def test_only_what_counts_as_compacted_is_joined_and_never_across_a_pin() -> None:
     heads = heads_of(*range(10, 10 + 20 * FAN_IN, 10))
     end = heads[-1].end

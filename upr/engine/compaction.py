@@ -153,19 +153,25 @@ def hardly_repeats(one: BlockRange, known: BlockHashes) -> bool:
 
 def small_ones(one: BlockRange) -> BlockRange | None:
     """Return neighbours of a range, FAN_IN or more, that are below JOIN_BYTES each, and JOINED_BYTES together."""
-    chosen, size = list[Head](), 0
-    for head in one.heads:
+    for group in _small_groups(one.heads):
+        # What is joined does not end inside a stretch.
+        complete = last_complete(group)
+        chosen = tuple([head for head in group if head.end <= complete])
+        if len(chosen) >= FAN_IN:
+            return BlockRange(one.partition, chosen)
+    return None
+
+
+def _small_groups(heads: Sequence[Head]) -> Iterator[list[Head]]:
+    group, size = list[Head](), 0
+    for head in heads:
         if head.plain >= JOIN_BYTES or size + head.plain > JOINED_BYTES:
-            if len(chosen) >= FAN_IN:
-                break
-            chosen, size = [], 0
+            yield group
+            group, size = [], 0
         if head.plain < JOIN_BYTES:
-            chosen.append(head)
+            group.append(head)
             size += head.plain
-    # What is joined does not end inside a stretch.
-    complete = last_complete(chosen)
-    chosen = [head for head in chosen if head.end <= complete]
-    return BlockRange(one.partition, tuple(chosen)) if len(chosen) >= FAN_IN else None
+    yield group
 
 
 def plan_join(

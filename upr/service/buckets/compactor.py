@@ -89,7 +89,7 @@ _T = TypeVar("_T")
 SWEEP_FRACTION = 0.25
 SWEEP_SECONDS_MIN = 1.0
 SWEEP_SECONDS_MAX = 6 * 3600.0
-WORTH_FRACTION = 0.01
+SWEEP_ROWS_FRACTION = 0.01
 """A sweep writes a partition anew when at least this part of its rows are tombstones that may go."""
 
 
@@ -596,7 +596,7 @@ class Compactor:
                 if seen[partition] == stored or partition in self._bucket.partitions.problems:
                     continue
                 try:
-                    result = await self.purge(partition, worth=WORTH_FRACTION)
+                    result = await self.purge(partition, worth=SWEEP_ROWS_FRACTION)
                     if result.tombstones.count == result.purged:
                         # Nothing is left to be purged until something new is stored.
                         seen[partition] = stored
