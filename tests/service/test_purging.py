@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from tests.harness import WAIT_SECONDS, until
+from tests.harness import WAIT_SECONDS, pass_turns, until
 from tests.service.keys import some_keys
 from upr.config import ServerConfig
 from upr.service.admin import AdminMethods, Process
@@ -72,11 +72,30 @@ async def merge(host: BucketService, *partitions: int) -> None:
         await host.compactor._merge(partitions)
 
 
-async def purge(host: BucketService) -> admin.PurgeResponse:
-    """Call Purge as gRPC does."""
+async def purge(host: BucketService, *partitions: int) -> admin.PurgeResponse:
+    """Call Purge as gRPC does, of P unless others are given."""
     catalog: Any = SimpleNamespace(find=lambda _: host)
     methods = AdminMethods(catalog, Process(1, lambda: 0, lambda: 0))
-    return await methods.Purge(admin.PurgeRequest(bucket="default", partitions=[P]), None)  # type: ignore[arg-type]
+    request = admin.PurgeRequest(bucket="default", partitions=partitions or [P])
+    return await methods.Purge(request, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_partitions_are_purged_in_one_turn_while_compaction_has_much_to_do(
+    host: BucketService,
+) -> None:
+    """Its turns may take seconds, and there may always be another one."""
+    compactor, purges = host.compactor, host.bucket.partitions.purge
+    async with compactor.turn:
+        call = asyncio.create_task(purge(host, P, Q))
+        await pass_turns()
+        compaction = asyncio.create_task(compactor.turn.acquire())
+        await pass_turns()
+    assert await compaction
+    purged = purges[[P, Q]].tolist()
+    compactor.turn.release()
+    assert purged == [3, 3]
+    assert [one.purged for one in (await call).partitions] == [1, 1]
 
 
 @pytest.mark.asyncio

@@ -18,6 +18,7 @@ from upr.engine.streams import POSITIONS_RESET
 from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.compactor import Purged
 from upr.service.buckets.keepers import is_connected, loop_micros
 from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.clock import Clock
@@ -183,7 +184,7 @@ def _positions(
 
 
 PARTITIONS_AT_ONCE = 32
-"""Partitions read in one task of a reader thread, so that streams have their turn in between."""
+"""Partitions read in one task of a reader thread, or purged in one turn, so that others have their turn in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +451,7 @@ class AdminMethods:
         return response
 
     async def Purge(self, request: admin.PurgeRequest, context: Context) -> admin.PurgeResponse:
-        """Purge partitions one after the other; a damaged one has a problem in the answer."""
+        """Purge partitions, several in a turn between two of compaction's; a damaged one has a problem in the answer."""
         host = self._catalog.find(request.bucket)
         ages = host.compactor.ages
         response = admin.PurgeResponse(
@@ -458,15 +459,20 @@ class AdminMethods:
             tombstone_age_seconds=ages.young / 1e6,
             hold_limit_seconds=ages.held / 1e6,
         )
-        for partition in sorted(chosen_partitions(request.partitions)):
-            if not host.bucket.partitions.stored[partition]:
-                continue
-            try:
-                result = await host.compactor.purge(partition, dry_run=request.dry_run)
-            except UprError as error:
-                response.partitions.add(partition=partition, problem=problem_of(error))
-                continue
-            if result.tombstones.count:
+        stored = host.bucket.partitions.stored
+        chosen = [p for p in sorted(chosen_partitions(request.partitions)) if stored[p]]
+        results: list[Purged | BaseException] = []
+        for first in range(0, len(chosen), PARTITIONS_AT_ONCE):
+            # They wait for the turn together, and have it one after the other.
+            part = chosen[first : first + PARTITIONS_AT_ONCE]
+            purges = [host.compactor.purge(p, dry_run=request.dry_run) for p in part]
+            results += await asyncio.gather(*purges, return_exceptions=True)
+        for partition, result in zip(chosen, results, strict=True):
+            if isinstance(result, UprError):
+                response.partitions.add(partition=partition, problem=problem_of(result))
+            elif isinstance(result, BaseException):
+                raise result
+            elif result.tombstones.count:
                 message = response.partitions.add(
                     partition=partition,
                     tombstones=result.tombstones.count,
