@@ -15,6 +15,7 @@ from upr.engine.partitions import ACTIVE
 from upr.replica import ownership, replication
 from upr.replica.inventory import Inventory, Promoted, told_once
 from upr.replica.ownership import Ownership
+from upr.replica.replica_service import ReplicaMethods
 from upr.replica.replication import Replication
 from upr.replica.upstream_tables import take_tables
 from upr.service.buckets.bucket_service import BucketService
@@ -356,7 +357,7 @@ async def test_a_replica_that_can_join_nobody_says_so(start: Start) -> None:
     await first.stop()
     replica = await start(first)
     sets = replica.server._sets
-    assert sets is not None
+    assert isinstance(sets, ReplicaMethods)
     await until(lambda: first.target in sets.waiting)
     assert [one.reason for one in replica.server._problems()] == ["UNAVAILABLE"]
 

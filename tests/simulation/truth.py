@@ -93,9 +93,9 @@ class Truth:
         write, set_log, from_rows = Tail.write, Partitions.set_log, Partitions.from_rows
         tell_raised = compaction._tell_raised
 
-        def written(tail: Tail, block: Any, producer: bytes, number: int, now: int) -> int:
+        def written(tail: Tail, block: Any, producer: bytes, number: int, *rest: int) -> int:
             self._numbered(block, producer, number)
-            return write(tail, block, producer, number, now)
+            return write(tail, block, producer, number, *rest)
 
         def log_set(table: Partitions, partition: int, log: FailoverLog) -> None:
             set_log(table, partition, log)
