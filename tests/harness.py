@@ -116,6 +116,8 @@ def _serve(
     """Do what ``python -m upr.cli`` does with these arguments, in a process that was forked for it."""
     # A Ctrl-C at the terminal is for pytest, which then stops the server itself.
     os.setsid()
+    # nohup may have started pytest.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -140,9 +140,6 @@ WRITE_CALLS_MAX: Final = 1250
 FOLLOW_CALLS_MAX: Final = 1250
 OTHER_CALLS_MAX: Final = 1250
 """Open calls of each kind at one server, from their arrival on; further ones are refused."""
-PENDING_CALLS_MAX: Final = WRITE_CALLS_MAX + FOLLOW_CALLS_MAX + OTHER_CALLS_MAX
-"""Calls that have arrived and that the server has not looked at yet; above it, up to twice as many, gRPC refuses some without
-a word. What they hold is bounded as all that arrives, by RECEIVE_LIMIT_BYTES."""
 PEER_CALLS: Final = 0.8
 """Part of them that one peer, the clients at one address, may have."""
 OPEN_SECONDS: Final = 10.0

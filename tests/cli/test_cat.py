@@ -297,7 +297,12 @@ def test_load_writes_what_stands_before_a_value_that_is_too_large(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_bench_that_is_ended_by_a_signal_deletes_what_it_wrote(target: str, number: int) -> None:
-    bench = popen_cat(target, "bench", "--rows", "90000000", "--value-bytes", "5000")
+    # nohup may have started pytest.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        bench = popen_cat(target, "bench", "--rows", "90000000", "--value-bytes", "5000")
+    finally:
+        signal.signal(number, before)
     with Client(target) as client:
         bucket = client.bucket()
         wait_until(

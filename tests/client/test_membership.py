@@ -53,6 +53,27 @@ def test_what_comes_only_to_be_released_is_not_begun_unless_it_stays() -> None:
     assert membership.assigned(assignment(9, 1, 3), 104) == ([], [], [], [3])
 
 
+def test_what_was_released_is_begun_again_once_the_server_has_read_that() -> None:
+    membership = member()
+    membership.assigned(assignment(5, 1, 2, release=(2,)), 100)
+    membership.assigned(assignment(6, 1, 2), 100)
+    number = renewal(membership, 110)
+    membership.released([2])
+    # The server kept it here before it read the Release.
+    assert membership.assigned(assignment(7, 1, 2), 111) == ([], [], [], [])
+    assert membership.renewed(number, 111) is None
+    assert membership.next_due(111) == 0
+    number = renewal(membership, 111)
+    assert membership.next_due(111) > 0
+    assert membership.renewed(number, 112) == ([2], [], [], [])
+    assert membership.owned == {1, 2}
+    # Another one has it.
+    membership.released([2])
+    assert membership.assigned(assignment(8, 1, 2), 113) == ([], [], [], [])
+    assert membership.assigned(assignment(9, 1), 114) == ([], [2], [], [])
+    assert membership.renewed(renewal(membership, 114), 115) is None
+
+
 def test_an_assignment_that_cannot_be() -> None:
     membership = member()
     membership.assigned(assignment(5, 1), 100)

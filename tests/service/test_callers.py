@@ -16,7 +16,13 @@ from tests.conftest import StartServer
 from tests.harness import poll, until
 from tests.raw import OWN_CONNECTION, RawClient, RawFollow, start_at
 from upr.service.overload import callers as callers_module
-from upr.service.overload.callers import PEER_BURST_SECONDS, PEER_SHARE, Callers, peer_of
+from upr.service.overload.callers import (
+    KEPT_UP_BURST_SECONDS,
+    PEER_BURST_SECONDS,
+    PEER_SHARE,
+    Callers,
+    peer_of,
+)
 from upr_client import AsyncClient
 from upr_protocol.errors import TooManyError
 from upr_protocol.limits import FOLLOW_CALLS_MAX, OTHER_CALLS_MAX, PARTITIONS, PEER_CALLS
@@ -139,6 +145,26 @@ async def channels(target: str, count: int) -> AsyncIterator[list[grpc.aio.Chann
         yield opened
     finally:
         await asyncio.gather(*(channel.close() for channel in opened))
+
+
+@pytest.mark.asyncio
+async def test_what_keeps_calls_going_has_a_share_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, slept = Clock(), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    callers = Callers(clock)
+    callers._account("a").take(100, clock.now)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    await callers.keep_up("a", KEPT_UP_BURST_SECONDS + 0.4)
+    assert slept == []
+    await callers.keep_up("a", 0.001)
+    assert slept == [pytest.approx(0.4 / PEER_SHARE)]
+    await callers.keep_up("b", 0.001)
+    assert len(slept) == 1
 
 
 @pytest.mark.asyncio

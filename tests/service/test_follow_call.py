@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
-from tests.harness import WAIT_SECONDS, pass_turns
+from tests.harness import WAIT_SECONDS, pass_turns, until
 from upr.engine import follower as follower_module
 from upr.engine.streams import SHUTTING_DOWN
 from upr.service import follow as follow_module
@@ -19,7 +20,7 @@ from upr.service.change_stream import ChangeStreamMethods
 from upr.service.conversation import Conversation, Outgoing
 from upr.service.overload.callers import CHEAP_SECONDS, Callers
 from upr.service.overload.intake import Intake
-from upr_protocol.block import build_block, make_runs, sealed
+from upr_protocol.block import POSITION, build_block, make_runs, sealed
 from upr_protocol.errors import ShuttingDownError
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -125,6 +126,28 @@ async def test_many_cheap_messages_wait_for_a_turn_as_one_dear_one_does(
     )
     assert len(paid) in (3, 4)
     assert all(CHEAP_SECONDS <= one < 2 * CHEAP_SECONDS for one in paid)
+    await stop(call)
+
+
+@pytest.mark.asyncio
+async def test_acknowledgements_do_not_wait_for_what_else_their_peer_asks(
+    methods: ChangeStreamMethods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Callers, "turn", never)
+    transport = Transport(consumer="c")
+    call = begin(methods, transport)
+    transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=0)]))
+    position = np.zeros(1, POSITION).tobytes()
+    for _ in range(200):
+        transport.say(ack=wire.Ack(positions=position))
+    await until(lambda: transport.unread_requests == 0)
+    for partition in range(100):
+        transport.say(start=wire.Start(partitions=[wire.StartPartition(partition=partition)]))
+    await pass_turns()
+    assert transport.unread_requests > 50
     await stop(call)
 
 

@@ -20,7 +20,6 @@ from upr.engine.partitions import ACTIVE, REPLICA
 from upr.engine.recovery import Undo
 from upr.service import key_value as writes_module
 from upr.service.buckets import bucket_service as bucket_service_module
-from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets import room as room_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
@@ -772,37 +771,6 @@ async def test_a_thread_that_cannot_be_started_is_tried_again(
         await until(lambda: Failing.MERGE in host.disk.troubles)
     await host.durable((await host.write(rows(b"a"), b"", None, 0)).entry)
     await until(lambda: Failing.MERGE not in host.disk.troubles)
-    assert await host.close()
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("worker", "step", "failing"),
-    [
-        ("compactor", "_look", Failing.MERGE),
-        ("compactor", "purge", Failing.PURGE),
-        ("flusher", "flush", Failing.FLUSH),
-    ],
-)
-async def test_what_works_in_the_background_goes_on_once_there_is_memory_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, worker: str, step: str, failing: Failing
-) -> None:
-    monkeypatch.setattr(compactor_module, "SWEEP_SECONDS_MIN", 0.05)
-    host = started(BucketService(folder, config(folder, tombstone_seconds=0.0)))
-
-    def lacks(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(getattr(host, worker), step, lacks)
-        await host.write(rows(b"a"), b"", None, 0)
-        host.flusher.wanted.set()
-        host.compactor.note([1])
-        await until(lambda: failing in host.disk.troubles)
-    assert host.bucket.failure is None
-    await host.durable((await host.write(rows(b"b"), b"", None, 0)).entry)
-    host.flusher.wanted.set()
-    await until(lambda: host.problem is None)
     assert await host.close()
 
 

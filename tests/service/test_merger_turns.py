@@ -19,6 +19,7 @@ from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.compactor import DIRECT_BYTES, LOOK_PARTITIONS
 from upr.service.buckets.upstream_state import UpstreamState
+from upr.service.storage_trouble import Failing
 from upr.storage.blocks import BlockCursor, BlockRange
 from upr_protocol.block import build_block
 from upr_protocol.errors import DataDamagedError
@@ -440,4 +441,35 @@ async def test_what_is_said_of_a_damaged_partition_holds_nothing_that_was_merged
     kept = host.bucket.partitions.problems[P]
     assert kept.message == "one of 9 bytes is damaged"
     assert (kept.__traceback__, kept.__cause__, kept.__context__) == (None, None, None)
+    assert await host.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("worker", "step", "failing"),
+    [
+        ("compactor", "_look", Failing.MERGE),
+        ("compactor", "purge", Failing.PURGE),
+        ("flusher", "flush", Failing.FLUSH),
+    ],
+)
+async def test_what_works_in_the_background_goes_on_once_there_is_memory_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, worker: str, step: str, failing: Failing
+) -> None:
+    monkeypatch.setattr(compactor_module, "SWEEP_SECONDS_MIN", 0.05)
+    host = started(BucketService(folder, ServerConfig(folder, tombstone_seconds=0.0)))
+
+    def lacks(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(host, worker), step, lacks)
+        await host.write(build_block([b"a"], [b"v"]), b"", None, 0)
+        host.flusher.wanted.set()
+        host.compactor.note([1])
+        await until(lambda: failing in host.disk.troubles)
+    assert host.bucket.failure is None
+    await host.durable((await host.write(build_block([b"b"], [b"v"]), b"", None, 0)).entry)
+    host.flusher.wanted.set()
+    await until(lambda: host.problem is None)
     assert await host.close()

@@ -185,9 +185,9 @@ def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
     world.check()
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0, 4])
 def test_who_claims_in_vain_lets_others_claim(
-    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     first, second, third = world.servers
     # The one whose turn is first cannot serve, and does not know that.
@@ -196,6 +196,7 @@ def test_who_claims_in_vain_lets_others_claim(
 
     async def fails(ownership: Ownership, *how: Any) -> Promoted:
         if ownership.standing.directory == standing(one).directory:
+            await asyncio.sleep(seconds)
             raise OSError(errno.ENOSPC, "full")
         return await serve(ownership, *how)
 
@@ -204,12 +205,13 @@ def test_who_claims_in_vain_lets_others_claim(
         first.kill()
         world.until(lambda: standing(other).row.epoch < standing(other).promised, 20, "claimed")
         assert standing(other).candidate == standing(one).directory
-        world.until(lambda: other.active, 30, "active")
+        world.until(lambda: other.active, 40, "active")
     first.start()
     world.settle()
     world.check()
 
 
+@pytest.mark.long
 def test_a_change_that_etcd_makes_later_is_not_taken_for_none(world: ClusterWorld) -> None:
     """The owner does not hear whether a server is counted no more, and that one alone would grant it to go on."""
     first, second, third = world.servers

@@ -129,7 +129,9 @@ class Etcd:
         except (OSError, UprError) as error:
             # A file that is being exchanged.
             words = words_of(error)
-        self._at += 1
+        if self._endpoints[self._at % len(self._endpoints)] == endpoint:
+            # Another call may have gone on to the next one already.
+            self._at += 1
         # It may have run out.
         self._token = ""
         raise UnavailableError(f"etcd at {endpoint}: {words}")

@@ -69,6 +69,8 @@ class Keeper:
         self._claimed: Row | None = None
         # The last time at which not both witnesses said that the owner is gone, and at which somebody was to serve.
         self._gone_at = self._served_at = 0.0
+        # Who is in the row, with its first epoch there.
+        self._first: tuple[str, int] = ("", 0)
         self._told: dict[str, Exception | None] = {}
         # A server that is the first of its set, or was killed while it became that.
         self._is_first = not catalog.hosts and not catalog.damaged
@@ -191,9 +193,7 @@ class Keeper:
             SetMember(directory=directory, address=address)
             for directory, address in self._nodes().items()
         )
-        met = ownership.peers.met.get(row.owner)
-        if row.serving or row.owner not in self._nodes() or (met is not None and met.claiming):
-            self._served_at = now
+        self._see_whether_it_serves(ownership, row, now)
         if row.serving:
             await ownership.learned(row, row.epoch)
         if not self._catalog.replica_set and row.owner == ownership.standing.directory:
@@ -204,6 +204,15 @@ class Keeper:
             await self._keep_buckets(self._map, now)
         else:
             self.buckets.tell(None)
+
+    def _see_whether_it_serves(self, ownership: Ownership, row: Row, now: float) -> None:
+        """Note that somebody serves, or is about to: who claims again has claimed in vain, however long that took."""
+        is_there = not row.serving and row.owner in self._nodes()
+        if not is_there or row.owner != self._first[0]:
+            self._served_at, self._first = now, (row.owner, row.epoch)
+        met = ownership.peers.met.get(row.owner)
+        if row.epoch == self._first[1] and met is not None and met.claiming:
+            self._served_at = now
 
     def _check_set(self, known: Map) -> None:
         """Raise where the map is of another set than this server."""

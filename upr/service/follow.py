@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -267,7 +268,8 @@ class FollowCall:
 
     async def _take(self, request: Any) -> None:
         """Handle a message; one about many streams waits for its turn, and so does one behind many others."""
-        if request.WhichOneof("message") in ("pong", "credit"):
+        kind = request.WhichOneof("message")
+        if kind in ("pong", "credit"):
             self._found_reading()
         seconds = seconds_of_streams(request)
         self._owed += seconds
@@ -275,14 +277,17 @@ class FollowCall:
             self._talk.take(request, self._loop.time(), self._host.disk.clock.now())
             return
         owed, self._owed = self._owed, 0.0
+        # Writers wait for an Ack, and a lease for a Renew: not for what else this peer asks.
+        is_dear = kind in ("start", "stop")
         self._unheard = True
         try:
-            await self._callers.turn(self._peer, owed)
+            await (self._callers.turn if is_dear else self._callers.keep_up)(self._peer, owed)
         finally:
             self._unheard = False
             self._liveness.heard(self._loop.time())
-        self._callers.turns.charge(owed - seconds)
-        with self._callers.charged(self._peer, seconds):
+        if is_dear:
+            self._callers.turns.charge(owed - seconds)
+        with self._callers.charged(self._peer, seconds) if is_dear else nullcontext():
             self._talk.take(request, self._loop.time(), self._host.disk.clock.now())
 
     def _parsed(self, raw: bytes) -> wire.FollowRequest | None:

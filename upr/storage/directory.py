@@ -344,16 +344,18 @@ def write_standing(folder: Path, stored: Stored) -> None:
         "known": sorted(stored.known),
     }
     words = json.dumps(text, indent=1) + "\n"
-    spare = folder / _SPARE_FILE
     if free_bytes(folder) < _SPARE_BYTES:
         # Without the promise of this server no other one may be able to own.
-        spare.unlink(missing_ok=True)
+        (folder / _SPARE_FILE).unlink(missing_ok=True)
     replace_durably(folder / OWNER_FILE, words)
-    if free_bytes(folder) > 2 * _SPARE_BYTES and not spare.exists():
-        _make_spare(spare)
+    keep_spare(folder)
 
 
-def _make_spare(path: Path) -> None:
+def keep_spare(folder: Path) -> None:
+    """Keep room for what must be stored on a disk that is full, if there is enough of it now."""
+    path = folder / _SPARE_FILE
+    if path.exists() or free_bytes(folder) < 2 * _SPARE_BYTES:
+        return
     try:
         with path.open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES)

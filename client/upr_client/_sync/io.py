@@ -123,7 +123,8 @@ class Semaphore:
     def take(self, seconds: float | None = None) -> bool:
         """Take one; False when none came free in ``seconds``."""
         try:
-            self._places.get(timeout=None if seconds is None else max(seconds, 0))
+            longest = threading.TIMEOUT_MAX
+            self._places.get(timeout=None if seconds is None else min(max(seconds, 0), longest))
         except Empty:
             return False
         return True

@@ -59,7 +59,10 @@ class Membership:
         self._sent: dict[int, float] = {}
         self._waiting: stream_pb2.Assignment | None = None
         self._give_up: set[int] = set()
-        # Of ``releasing``, those that came only to be released: they were never begun.
+        # Released ones, with the number of the Renew before that: until a later one is answered the server may not have read
+        # the Release of what it names.
+        self._released: dict[int, int] = {}
+        # Those of ``owned`` that are not begun: to be released, or released a moment ago.
         self._passing: set[int] = set()
 
     def opened(self, server_id: int, lease_seconds: float, sent_at: float) -> list[int]:
@@ -82,6 +85,7 @@ class Membership:
         self._lease = lease_seconds
         self._ends = max(self._ends, sent_at + lease_seconds)
         self._sent.clear()
+        self._released.clear()
         self._waiting = None
         self._give_up.clear()
         return lost
@@ -107,11 +111,10 @@ class Membership:
             raise ProtocolError(
                 f"the server asks to release partitions that are not owned: {sorted(release - owned)[:5]}"
             )
-        # What is asked back at once is not begun: the server may have sent this before it read the Release of that, and it
-        # may be another member's by now.
         coming = owned - (self.owned - self._passing)
-        self._passing = coming & release
-        gained, lost = sorted(coming - release), sorted(self.owned - owned)
+        # They may be another member's by now.
+        self._passing = coming & (release | self._released.keys())
+        gained, lost = sorted(coming - self._passing), sorted(self.owned - owned)
         kept = sorted((self.releasing.keys() & owned) - release - coming)
         self.generation = message.generation
         self.is_told = True
@@ -128,6 +131,7 @@ class Membership:
         """Give partitions up; return what tells the server."""
         given = sorted(partitions)
         self.forget(given)
+        self._released.update(dict.fromkeys(given, self._number))
         return stream_pb2.FollowRequest(release=stream_pb2.Release(partitions=given))
 
     def forget(self, partitions: Iterable[int] | None = None) -> list[int]:
@@ -177,8 +181,13 @@ class Membership:
             return None
         self._ends = max(self._ends, sent_at + self._lease)
         self._sent = {other: at for other, at in self._sent.items() if other > number}
+        self._released = {p: before for p, before in self._released.items() if before >= number}
         waiting, self._waiting = self._waiting, None
-        return None if waiting is None else self.assigned(waiting, now)
+        if waiting is not None:
+            return self.assigned(waiting, now)
+        gained = self._passing - self.releasing.keys() - self._released.keys()
+        self._passing -= gained
+        return Share(sorted(gained), [], [], []) if gained else None
 
     @property
     def awaits_answer(self) -> bool:
@@ -194,6 +203,9 @@ class Membership:
         return max(min(times) - now, 0.0)
 
     def _next_renewal(self) -> float:
+        if self._number in self._released.values():
+            # At once: its answer says that the Release was read.
+            return 0.0
         newest = max(self._sent.values(), default=self._ends - self._lease)
         return newest + self._lease / _RENEWALS
 

@@ -75,7 +75,8 @@ class Group:
             dict of positions to go on from instead of those in the server, None where ``start`` counts. Called again for those that an operator
             sets back.
         on_revoked: called with partitions that are this member's no more: after what it acknowledged of them was
-            stored and before the next owner begins, or as soon as it is known that they are lost.
+            stored and before the next owner begins, or as soon as it is known that they are lost. Where the member is
+            closed while ``on_assigned`` runs, when that has ended.
 
     Raises:
         InvalidArgumentError: a value is out of its range.

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from upr_protocol import errors
 from upr_protocol.errors import UprError
-from upr_protocol.limits import MESSAGE_BYTES_MAX, PENDING_CALLS_MAX, STREAM_WINDOW_BYTES
+from upr_protocol.limits import MESSAGE_BYTES_MAX, STREAM_WINDOW_BYTES
 from upr_protocol.wire.codec import problem_of
 from upr_protocol.wire.v1 import types_pb2
 
@@ -213,6 +213,4 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_connection_idle_ms", 300_000),
     # By default it cancels calls at random when about 1,000 have come at once.
-    ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
-    ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS_MAX),
 ]

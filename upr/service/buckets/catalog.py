@@ -31,7 +31,14 @@ from upr.service.clock import Clock
 from upr.service.overload.process import buckets_max
 from upr.service.storage_trouble import Failing, is_full, words_of
 from upr.storage.blocks import COMPRESSIONS
-from upr.storage.directory import OWNER_FILE, DataDirectory, Stored, read_standing, write_standing
+from upr.storage.directory import (
+    OWNER_FILE,
+    DataDirectory,
+    Stored,
+    keep_spare,
+    read_standing,
+    write_standing,
+)
 from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
 from upr.storage.lmdb_pages import free_bytes
@@ -226,7 +233,10 @@ class Catalog:
         self._waiting = WaitingRoom()
         self._reopening: dict[str, DamagedBucket] = {}
         # In a cluster the map says which server begins.
-        begins = config.cluster and not (directory.path / OWNER_FILE).exists()
+        is_of_set = (directory.path / OWNER_FILE).exists()
+        begins = config.cluster and not is_of_set
+        if is_of_set:
+            keep_spare(directory.path)
         told = bool(config.replicate_from or begins)
         self.standing = read_standing(
             directory.path, directory.id, replica=told, meets=config.meets

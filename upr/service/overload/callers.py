@@ -85,6 +85,8 @@ LARGE_BYTES_A_SECOND: Final = 50e6
 LARGE_BURST_BYTES: Final = 256 * 2**20
 """Bytes of a peer's large writes, by rate and burst, above which its next Write call waits: receiving a write is work
 even if it is refused."""
+KEPT_UP_BURST_SECONDS: Final = 0.5
+"""As PEER_BURST_SECONDS, of messages that keep calls going: acknowledgements, renewals, releases."""
 OPEN_BYTES: Final = 2 * 2**20
 """Bytes charged for such a call until it has sent more."""
 CALL_SECONDS: Final = 0.0005
@@ -94,6 +96,13 @@ CHEAP_SECONDS: Final = 0.002
 """Smallest cost in seconds that is charged and needs a turn; that of a call's cheap messages is added up."""
 MESSAGE_SECONDS: Final = 50e-6
 """Cost of any message about streams."""
+_DEAR, _KEPT_UP, _LARGE = "dear", "kept up", "large"
+_RATES: Final = {
+    _DEAR: (PEER_SHARE, PEER_BURST_SECONDS),
+    _KEPT_UP: (PEER_SHARE, KEPT_UP_BURST_SECONDS),
+    _LARGE: (LARGE_BYTES_A_SECOND, LARGE_BURST_BYTES),
+}
+"""Rate and burst of each account of a peer, in seconds of a CPU and in bytes."""
 _KINDS: Final = {
     "Follow": ("Follow", FOLLOW_CALLS_MAX, "one call carries any number of partitions"),
     "Write": ("Write", WRITE_CALLS_MAX, "one call carries any number of writes"),
@@ -199,7 +208,7 @@ class Callers:
         self.turns = Turns()
         self._clock = clock
         self._open = defaultdict[tuple[str, str], int](int)
-        self._accounts: dict[tuple[str, bool], _Account] = {}
+        self._accounts: dict[tuple[str, str], _Account] = {}
 
     def open(self, kind: str, peer: str) -> Callable[[], None]:
         """Count a call from its arrival on, until what this returns is called.
@@ -279,13 +288,21 @@ class Callers:
             self.turns.charge(took)
             self._account(peer).take(took - seconds, self._clock())
 
+    async def keep_up(self, peer: str, seconds: float) -> None:
+        """Charge a peer messages that keep its calls going, apart from all else that it asks; wait until it may go on."""
+        account, now = self._account(peer, _KEPT_UP), self._clock()
+        left = account.wait(now)
+        account.take(seconds, now)
+        if left > 0:
+            await asyncio.sleep(left)
+
     def large_write(self, peer: str, size: int) -> None:
         """Charge the bytes of a peer's large write."""
-        self._account(peer, large=True).take(size, self._clock())
+        self._account(peer, _LARGE).take(size, self._clock())
 
     async def open_write(self, peer: str) -> None:
         """Wait until a peer may open another Write call; TooManyError if that would take WAIT_SECONDS or longer."""
-        account, waited = self._account(peer, large=True), 0.0
+        account, waited = self._account(peer, _LARGE), 0.0
         while (left := account.wait(self._clock())) > 0:
             if waited + left >= WAIT_SECONDS:
                 await asyncio.sleep(REFUSED_SECONDS)
@@ -298,19 +315,14 @@ class Callers:
         if waited:
             account.take(OPEN_BYTES, self._clock())
 
-    def _account(self, peer: str, *, large: bool = False) -> _Account:
-        """Return a peer's account, of CPU or of the bytes of large writes."""
-        account = self._accounts.get((peer, large))
+    def _account(self, peer: str, kind: str = _DEAR) -> _Account:
+        """Return one of a peer's accounts."""
+        account = self._accounts.get((peer, kind))
         if account is None:
             now = self._clock()
             if len(self._accounts) >= ACCOUNTS_MAX:
                 self._accounts = {
                     key: one for key, one in self._accounts.items() if not one.is_full(now)
                 }
-            rate, burst = (
-                (LARGE_BYTES_A_SECOND, LARGE_BURST_BYTES)
-                if large
-                else (PEER_SHARE, PEER_BURST_SECONDS)
-            )
-            account = self._accounts[peer, large] = _Account(rate, burst, now)
+            account = self._accounts[peer, kind] = _Account(*_RATES[kind], now)
         return account
