@@ -260,7 +260,7 @@ LATE_WAIT_SECONDS = 1.0
 """Longest wait of a large write for the loop to be on time."""
 SLOW_SECONDS = 1.0
 """Time after which a write that is not durable is waited for with a deadline of its own."""
-BULK_BYTES = 4 * 2**10
+BULK_BYTES = 32 * 2**10
 LATE_SECONDS = 0.05
 """Delay of the loop above which writes of BULK_BYTES take turns; writes of LARGE_BYTES always do."""
 GONE_SECONDS = 0.5
