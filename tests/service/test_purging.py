@@ -166,20 +166,24 @@ async def test_the_lowest_holders_are_named_and_the_others_counted(host: BucketS
 async def test_a_shutdown_waits_for_a_purge_whose_caller_left(
     host: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replaced = threading.Event()
+    goes_on = threading.Event()
     replace = host.disk.store.replace
 
     def slow(replacements: Sequence[Replacement]) -> None:
+        assert goes_on.wait(WAIT_SECONDS)
         replace(replacements)
-        replaced.set()
 
     monkeypatch.setattr(host.disk.store, "replace", slow)
     call = asyncio.create_task(purge(host))
-    await asyncio.sleep(0)
+    await until(host.bucket.purging.any)
     call.cancel()
     await asyncio.wait({call})
     host.compactor.stop()
-    await host.compactor.finish()
+    finishing = asyncio.create_task(host.compactor.finish())
+    await pass_turns()
+    assert not finishing.done()
+    goes_on.set()
+    await finishing
     assert not host.compactor.turn.locked()
     assert not host.bucket.purging.any()
 
