@@ -181,9 +181,10 @@ async def test_a_shutdown_waits_for_a_purge_whose_caller_left(
     host.compactor.stop()
     finishing = asyncio.create_task(host.compactor.finish())
     await pass_turns()
-    assert not finishing.done()
+    is_waiting = not finishing.done()
     goes_on.set()
     await finishing
+    assert is_waiting
     assert not host.compactor.turn.locked()
     assert not host.bucket.purging.any()
 
