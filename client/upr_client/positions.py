@@ -158,21 +158,21 @@ class FilePositions:
 
     def _check_folder(self) -> None:
         """A consumer that cannot save should learn it before it handles anything."""
-        try:
-            os.close(os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY))
-        except OSError as error:
-            raise self._failed("its folder cannot be opened", error) from error
+        os.close(self._open_folder())
         if not os.access(self._path.parent, os.W_OK | os.X_OK):
             denied = OSError("no permission, or a read-only disk")
             raise self._failed("its folder cannot be written", denied)
 
+    def _open_folder(self) -> int:
+        try:
+            return os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise self._failed("its folder cannot be opened", error) from error
+
     @contextmanager
     def _locked_folder(self) -> Iterator[int]:
         # The folder and not the file, because a lock belongs to what is opened and not to its name.
-        try:
-            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise self._failed("its folder cannot be opened", error) from error
+        folder = self._open_folder()
         try:
             deadline = time.monotonic() + _LOCK_SECONDS
             while not _try_lock(folder):

@@ -44,8 +44,12 @@ def closed(tmp_path: Path) -> Closed:
 
 
 def checked(closed: Closed, partitions: list[int] | None = None) -> BucketReport:
+    return checked_at(closed.path, partitions)
+
+
+def checked_at(data: Path, partitions: list[int] | None = None) -> BucketReport:
     """What the worker tells, without a process of its own."""
-    (folder,) = (closed.path / "buckets").iterdir()
+    (folder,) = (data / "buckets").iterdir()
     report = BucketReport(folder.name)
     wanted = list(range(1024)) if partitions is None else partitions
     check_bucket(Task(str(folder), wanted), lambda **line: report.take(line))
@@ -408,10 +412,7 @@ def test_a_copy_without_its_journal_is_damage_and_the_original_is_not(
         file.unlink()
     assert checked(closed).findings == []
     copy = shutil.copytree(closed.path, tmp_path / "copy")
-    (folder,) = (copy / "buckets").iterdir()
-    report = BucketReport(folder.name)
-    check_bucket(Task(str(folder), list(range(1024))), lambda **line: report.take(line))
-    assert "the journal has no segment" in only(report).what
+    assert "the journal has no segment" in only(checked_at(copy)).what
 
 
 # The file

@@ -269,9 +269,11 @@ class FollowCall:
     async def _take(self, request: Any) -> None:
         """Handle a message; one about many streams waits for its turn, and so does one behind many others."""
         kind = request.WhichOneof("message")
+        seconds = 0.0
         if kind in ("pong", "credit"):
             self._found_reading()
-        seconds = seconds_of_streams(request)
+        else:
+            seconds = seconds_of_streams(request)
         self._owed += seconds
         if self._owed < CHEAP_SECONDS:
             self._talk.take(request, self._loop.time(), self._host.disk.clock.now())

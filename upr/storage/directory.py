@@ -298,11 +298,6 @@ def read_standing(folder: Path, directory: str, *, replica: bool, meets: bool = 
     path = folder / OWNER_FILE
     try:
         text = json.loads(path.read_text())
-    except FileNotFoundError:
-        return Stored(Standing(directory, NO_ROW if replica else first_row(directory)))
-    except ValueError as error:
-        raise DataDirectoryError(f"{path} is malformed: {error}") from error
-    try:
         if text["format"] != _OWNER_FORMAT:
             raise unknown_format(OWNER_FILE, text["format"], _OWNER_FORMAT)
         row: Any = text["row"]
@@ -314,6 +309,8 @@ def read_standing(folder: Path, directory: str, *, replica: bool, meets: bool = 
         # A file of before this was stored has none.
         sure = known.counted.intersection(text.get("known", ()))
         return Stored(standing, dict(text["addresses"]), sure)
+    except FileNotFoundError:
+        return Stored(Standing(directory, NO_ROW if replica else first_row(directory)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataDirectoryError(
             f"{path} is malformed: {type(error).__name__}: {error}",

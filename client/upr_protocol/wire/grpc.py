@@ -212,5 +212,4 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # Close silent connections, and those without calls, to free their places.
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_connection_idle_ms", 300_000),
-    # By default it cancels calls at random when about 1,000 have come at once.
 ]

@@ -33,7 +33,7 @@ _COLUMNS: Final = ("partition", "seqno", "op", "deleted", "key", "value", "time"
 _PARQUET_ROWS: Final = 1000
 _BOM: Final = "\ufeff".encode()
 _FLAGS: Final = {"true": True, "false": False}
-"""What a cell of text says, as in CSV, which has no other."""
+"""Words of a cell of text for a flag, as in CSV, which has no other cells."""
 
 
 def change_line(change: Change) -> str:

@@ -343,13 +343,14 @@ class Compactor:
 
         A large partition does, unless its hashes show that keys repeat: to compare its keys all of it would be read.
         """
+        whole = self.settled_of(partition, heads)
+        if not whole:
+            return whole
         before = self._before_start(partition, heads)
-        if _is_direct(before):
-            return []
         with self._store.look() as cursor:
             known = cursor.hashes(partition, before.end, 0, HASHES_BYTES)
         repeats = len(known.ends) == len(before.heads) and not hardly_repeats(before, known)
-        return [] if repeats else [(0, before.end)]
+        return [] if repeats else whole
 
     def _settle(self, one: BlockRange) -> None:
         inside = self._settled.get(one.partition, [])

@@ -74,6 +74,8 @@ class Turns:
 PEER_SHARE: Final = 0.4
 PEER_BURST_SECONDS: Final = 5.0
 """Part of a CPU for a peer's expensive calls in the long run, and the seconds before that applies."""
+KEPT_UP_BURST_SECONDS: Final = 0.5
+"""As PEER_BURST_SECONDS, of messages that keep calls going: acknowledgements, renewals, releases."""
 WAIT_SECONDS: Final = 10.0
 """Longest wait for a turn; a call that would wait longer is refused."""
 REFUSED_SECONDS: Final = 1.0
@@ -85,8 +87,6 @@ LARGE_BYTES_A_SECOND: Final = 50e6
 LARGE_BURST_BYTES: Final = 256 * 2**20
 """Bytes of a peer's large writes, by rate and burst, above which its next Write call waits: receiving a write is work
 even if it is refused."""
-KEPT_UP_BURST_SECONDS: Final = 0.5
-"""As PEER_BURST_SECONDS, of messages that keep calls going: acknowledgements, renewals, releases."""
 OPEN_BYTES: Final = 2 * 2**20
 """Bytes charged for such a call until it has sent more."""
 CALL_SECONDS: Final = 0.0005
@@ -162,9 +162,7 @@ def seconds_of(request: object) -> float:
 
 
 def seconds_of_streams(request: changes.FollowRequest) -> float:
-    """Return the approximate CPU seconds of a message of a Follow call; 0 of one that only keeps it going."""
-    if request.WhichOneof("message") in ("pong", "credit"):
-        return 0.0
+    """Return the approximate CPU seconds of a message about streams."""
     start = request.start
     return (
         MESSAGE_SECONDS
@@ -263,13 +261,9 @@ class Callers:
         Args:
             seconds: the expected cost; ``charged`` corrects it to the real one.
         """
-        account, now = self._account(peer), self._clock()
-        left = account.wait(now)
-        # Charged on arrival, so that the next request waits behind this one.
-        account.take(seconds, now)
+        account = self._account(peer)
         try:
-            if left > 0:
-                await asyncio.sleep(left)
+            await self._pay(account, seconds)
             if seconds >= CHEAP_SECONDS:
                 await self.turns.turn()
         except asyncio.CancelledError:
@@ -290,8 +284,13 @@ class Callers:
 
     async def keep_up(self, peer: str, seconds: float) -> None:
         """Charge a peer messages that keep its calls going, apart from all else that it asks; wait until it may go on."""
-        account, now = self._account(peer, _KEPT_UP), self._clock()
+        await self._pay(self._account(peer, _KEPT_UP), seconds)
+
+    async def _pay(self, account: _Account, seconds: float) -> None:
+        """Charge an account, and wait until it was positive before that."""
+        now = self._clock()
         left = account.wait(now)
+        # Charged on arrival, so that the next request waits behind this one.
         account.take(seconds, now)
         if left > 0:
             await asyncio.sleep(left)
