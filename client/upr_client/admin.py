@@ -207,7 +207,7 @@ class StorageInfo:
         journal_bytes: the journal's segments.
         tail_bytes: about how much memory the tail holds.
         blocks, rows, block_bytes: what is stored, superseded rows included.
-        unmerged_bytes: at most so much of block_bytes can be superseded by what is stored in later blocks.
+        unmerged_bytes: so much of block_bytes is in blocks beside the largest of those that were compacted together, of each partition.
         ingested_bytes: columns of the blocks that were numbered.
         journalled_bytes, flushed_bytes: written to the journal, and to the store by flushes.
         merge_input_*, merge_output_*: read and stored by merges.

@@ -102,7 +102,7 @@ def test_storage(server_process: StartServer, tmp_path: Path) -> None:
     assert f"{ROWS} rows" in shown
     assert f"{size_text(stored['used_bytes'])} of {size_text(stored['file_bytes'])}" in shown
     assert "nothing since the start" in shown
-    assert re.search(r"^superseded +at most 0 B of ", shown, re.MULTILINE)
+    assert re.search(r"^not compacted +0 B of ", shown, re.MULTILINE)
 
 
 def test_consumers(filled: str) -> None:

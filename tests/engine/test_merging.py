@@ -14,10 +14,13 @@ from upr.engine.compaction import (
     FAN_IN,
     JOIN_BYTES,
     JOINED_BYTES,
+    NEW_ROWS_MIN,
     Backlog,
     hardly_repeats,
+    has_few_new,
     plan_join,
     plan_merge,
+    plan_reclaim,
     plan_whole,
     segments,
     small_ones,
@@ -40,9 +43,42 @@ def test_two_equal_neighbours_are_merged_and_one_alone_is_not() -> None:
 
 def test_what_is_larger_than_all_behind_it_is_left_alone() -> None:
     large, *small = heads_of(*range(10, 20 + 10 * FAN_IN, 10))
-    large = large._replace(size=1 << 20, plain=1 << 20)
+    large = large._replace(size=1 << 20, plain=1 << 20, rows=1000)
     assert chosen([large, *small[:-1]]) is None
     assert chosen([large, *small]) == (10, 10 + 10 * FAN_IN)
+
+
+def test_as_many_new_rows_are_enough_however_few_bytes_they_have() -> None:
+    large, *small = heads_of(20, 30, 39, 40)
+    large = large._replace(size=1 << 20, plain=1 << 20)
+    assert chosen([large, *small[:-1]]) is None
+    assert chosen([large, *small]) == (0, 40)
+    few, *more = heads_of(1, NEW_ROWS_MIN, NEW_ROWS_MIN + 1)
+    few = few._replace(size=1 << 20, plain=1 << 20)
+    assert chosen([few, *more[:-1]]) is None
+    assert chosen([few, *more]) == (0, NEW_ROWS_MIN + 1)
+
+
+def test_what_is_new_is_reclaimed_with_all_that_may_be_merged_with_it() -> None:
+    heads = heads_of(10, 20, 30, 40)
+
+    def found(reclaimed: int, pinned: Sequence[int] = (), count: int = 4) -> object:
+        one = plan_reclaim(P, heads[:count], pinned, reclaimed)
+        return None if one is None else (one.start, one.end)
+
+    assert found(0) == found(30) == (0, 40)
+    assert found(40) is None
+    assert found(0, count=0) is found(0, count=1) is None
+    assert found(0, [20]) == (20, 40)
+    assert found(0, [30]) is None, "one block is all that may be merged"
+    heads[3] = heads[3]._replace(horizon=50)
+    assert found(0) == (0, 30)
+
+
+def test_few_new_rows_are_a_hundredth() -> None:
+    one = BlockRange(P, tuple(heads_of(990, 999, 1000)))
+    assert has_few_new(one, 999)
+    assert not has_few_new(one, 990)
 
 
 def test_no_merge_crosses_a_pin() -> None:

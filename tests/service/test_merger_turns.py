@@ -20,14 +20,15 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.compactor import DIRECT_BYTES, LOOK_PARTITIONS
 from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.storage_trouble import Failing
-from upr.storage.blocks import BlockCursor, BlockRange
+from upr.storage.blocks import HEAD_BYTES, BlockCursor, BlockRange
 from upr_protocol.block import build_block
-from upr_protocol.errors import DataDamagedError
+from upr_protocol.errors import DataDamagedError, NoRoomError
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.codec import decode_block
 
 P = 9
 Rows = dict[bytes, bytes]
+Changes = Mapping[bytes, bytes | None]
 
 
 @pytest.mark.asyncio
@@ -83,7 +84,7 @@ async def compacted_by_hand(folder: Path) -> AsyncIterator[BucketService]:
         assert await host.close()
 
 
-async def flush(host: BucketService, rows: Rows) -> None:
+async def flush(host: BucketService, rows: Changes) -> None:
     block = build_block(list(rows), list(rows.values()))
     await host.durable((await host.write(block, b"", None, 0)).entry)
     assert await host.flusher.flush(wanted=True)
@@ -177,7 +178,8 @@ async def test_what_a_block_costs_counts_while_flushes_follow_one_another(folder
     async with compacted_by_hand(folder) as host:
         await looked_at(host)
         backlog, share = host.compactor._backlog, host.flusher.tail_limit // PARTITIONS
-        blocks = [(P, end, b"") for end in range(share // BLOCK_COST)]
+        no_rows = bytes(HEAD_BYTES)
+        blocks = [(P, end, no_rows) for end in range(share // (BLOCK_COST + HEAD_BYTES) + 1)]
         host.compactor.flushed(blocks[1:])
         assert backlog.take(PARTITIONS, 2**50) == []
         host.compactor.flushed(blocks[:1])
@@ -295,6 +297,62 @@ async def test_a_partition_that_is_damaged_costs_nothing_more(folder: Path) -> N
         await flush(host, {keys[0]: b"v"})
         assert P not in host.compactor._costs
         assert P not in host.compactor._backlog.waiting
+
+
+async def delete(host: BucketService, keys: Sequence[bytes]) -> None:
+    await flush(host, dict.fromkeys(keys))
+
+
+@pytest.mark.asyncio
+async def test_a_partition_at_its_quota_is_compacted_for_few_deletes(folder: Path) -> None:
+    async with compacted_by_hand(folder) as host:
+        keys = some_keys(P, 100)
+        await flush(host, dict.fromkeys(keys, bytes(1000)))
+        await delete(host, keys[:15])
+        assert await compact(host) == [100, 15]
+        host.compactor.reclaim()
+        assert await compact(host) == [100]
+        # So is what is flushed from now on, but nothing anew that was looked at.
+        await delete(host, keys[15:30])
+        assert await compact(host) == [100]
+        read = host.disk.counters.merge_input_rows
+        host.compactor.reclaim()
+        assert await compact(host) == [100]
+        assert host.disk.counters.merge_input_rows == read
+
+
+@pytest.mark.asyncio
+async def test_few_deletes_of_many_rows_are_reclaimed_where_they_have_much_below(
+    folder: Path,
+) -> None:
+    async with compacted_by_hand(folder) as host:
+        small, large = (keys := some_keys(P, 2000))[:-4], keys[-4:]
+        await flush(host, dict.fromkeys(small, b"v" * 50) | dict.fromkeys(large, bytes(60_000)))
+        await delete(host, small[:4])
+        host.compactor.reclaim()
+        assert await compact(host) == [2000, 4], "to rewrite it all would have freed 200 bytes"
+        await delete(host, large)
+        assert await compact(host) == [1996 + 4]
+
+
+@pytest.mark.asyncio
+async def test_a_range_for_which_there_is_no_room_takes_no_other_along(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with compacted_by_hand(folder) as host:
+        await flush(host, dict.fromkeys([*some_keys(P, 3), *some_keys(P + 1, 3)], b"v"))
+        await flush(host, dict.fromkeys([*some_keys(P, 3), *some_keys(P + 1, 3)], b"w"))
+        check = host.compactor._check_room
+
+        def none_for_p(ranges: Sequence[BlockRange]) -> int:
+            if P in [one.partition for one in ranges]:
+                raise NoRoomError("no room")
+            return check(ranges)
+
+        monkeypatch.setattr(host.compactor, "_check_room", none_for_p)
+        with pytest.raises(NoRoomError):
+            await host.compactor._merge([P, P + 1])
+        assert [len(host.disk.store.heads(p)) for p in (P, P + 1)] == [2, 1]
 
 
 @pytest.mark.asyncio

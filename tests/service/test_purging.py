@@ -21,6 +21,7 @@ from upr.service.admin import AdminMethods, Process
 from upr.service.buckets import compactor as compactor_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import create_bucket
+from upr.service.storage_trouble import Failing
 from upr.storage.blocks import Replacement
 from upr.storage.directory import DataDirectory
 from upr.storage.keyspace import partition_key
@@ -314,3 +315,74 @@ async def test_little_that_is_much_when_not_compressed_is_not_merged_as_a_whole(
         await merge(host, P, Q)
         assert sum(head.rows for head in host.disk.store.heads(P)) == 3
         assert all(size <= 4 * 2**20 for size in whole)
+
+
+@pytest.mark.asyncio
+async def test_a_sweep_frees_what_few_tombstones_have_below(
+    host: BucketService, sweeping: None
+) -> None:
+    keys = some_keys(Q, 600)
+    await write(host, [(key, b"v") for key in keys[:-1]] + [(keys[-1], bytes(10**6))])
+    await write(host, [(keys[-1], None)])
+    await write(host, [(keys[0], b"the newest row stays")])
+    before = host.disk.store.used_bytes()
+    async with swept(host):
+        await until(lambda: host.disk.store.used_bytes() < before - 10**6 // 2)
+
+
+@pytest.mark.asyncio
+async def test_a_sweep_frees_what_a_few_new_rows_supersede(
+    host: BucketService, sweeping: None
+) -> None:
+    key = some_keys(Q, 9)[-1]
+    await write(host, [(key, bytes(10**6))])
+    await write(host, [(key, b"small")])
+    before = host.disk.store.used_bytes()
+    compaction = asyncio.create_task(host.compactor.run())
+    async with swept(host):
+        await until(lambda: host.disk.store.used_bytes() < before - 10**6 // 2)
+    await compaction
+
+
+@pytest.mark.asyncio
+async def test_a_sweep_goes_on_behind_a_partition_without_room(
+    host: BucketService, sweeping: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = some_keys(P, 9)[-1]
+    await write(host, [(key, bytes(3_000_000))])
+    await write(host, [(key, b"small")])
+    monkeypatch.setattr(host.disk.room, "above_reserve", lambda: 10**6)
+    table = host.bucket.partitions
+    async with swept(host):
+        await until(lambda: table.purge[Q] == 3)
+        await until(lambda: Failing.PURGE in host.disk.troubles)
+        # Else who resumes below it rolls back, though nothing was purged.
+        assert table.purge[P] == 0
+
+
+@pytest.mark.asyncio
+async def test_the_size_that_a_quota_counts_is_measured_after_compaction(
+    host: BucketService,
+) -> None:
+    key = some_keys(Q, 9)[-1]
+    for value in (bytes(10**6), b"small", bytes(2 * 10**6)):
+        await write(host, [(key, value)])
+    quota = host.disk.quota
+    await until(lambda: quota.used == host.disk.store.used_bytes())
+    before = quota.used
+    await merge(host, Q)
+    await until(lambda: quota.used < before)
+
+
+@pytest.fixture
+def sweeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sweeps follow one another at once."""
+    monkeypatch.setattr(compactor_module, "SWEEP_SECONDS_MIN", 0.01)
+
+
+@asynccontextmanager
+async def swept(host: BucketService) -> AsyncIterator[None]:
+    sweep = asyncio.create_task(host.compactor.sweep())
+    yield
+    host.compactor.stop()
+    await sweep

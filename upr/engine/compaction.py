@@ -1,11 +1,12 @@
 """Compaction: which stored blocks to compact, and which tombstones may go.
 
 *Blocks*, size-tiered for each partition. A stretch is a range compacted together. When the oldest stretch is no larger
-than everything stored after it, the whole partition is compacted, so superseded rows are always fewer than the oldest
-stretch. In between, a stretch no larger than all later ones is compacted with them once they are FAN_IN together. A row
+than everything stored after it, in bytes or in rows, the whole partition is compacted, so superseded rows are always
+fewer than the oldest stretch: a tombstone has few bytes, and may supersede many. In between, a stretch no larger than all later ones is compacted with them once they are FAN_IN together. A row
 is rewritten only after as much data as its stretch was stored behind it: at most about log2(partition / flush) times,
 and less often with small flushes. No compaction crosses a pinned seqno, or the last complete marker. A range whose keys
-are all different, as their stored hashes tell, counts as compacted as it is; only small blocks in it are joined.
+are all different, as their stored hashes tell, counts as compacted as it is; only small blocks in it are joined. While a
+quota refuses writes, what fewer rows supersede is compacted as well.
 
 *Backlog*. While flushes follow one another, compaction would take processor and disk from the writers. So a partition
 waits until they pause, or until it has its share of a tail in new blocks; of many tails where compaction saves next to
@@ -22,6 +23,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +49,17 @@ DIFFERENT_TAILS = 32
 room that the store's file keeps."""
 ROOM_SHARE = 0.25
 """Part of the room on the disk that new blocks may take before they are compacted."""
+NEW_ROWS_MIN = 16
+"""Fewer new rows have no partition compacted for their number: a large value beside counters would be rewritten by each flush."""
+RECLAIM_FRACTION = 0.01
+"""Part of a range's rows that must be new for it to be rewritten without a look at what each of its values would free."""
+
+
+class Cost(NamedTuple):
+    """Cost of compacting blocks: their bytes, with BLOCK_COST for each, and their rows."""
+
+    size: int
+    rows: int
 
 
 class Backlog:
@@ -129,6 +142,27 @@ def plan_merge(
             chosen = [head for tier in tiers[first:] for head in tier.heads]
             return BlockRange(partition, tuple(chosen))
     return None
+
+
+def plan_reclaim(
+    partition: int, heads: Sequence[Head], pinned: Sequence[int], reclaimed: int
+) -> BlockRange | None:
+    """Return the newest range that may be merged, if anything in it is new; None else.
+
+    Args:
+        reclaimed: the seqno through which the partition was reclaimed before.
+    """
+    complete = last_complete(heads)
+    *_, newest = [[], *segments([head for head in heads if head.end <= complete], pinned)]
+    if len(newest) < 2 or newest[-1].end <= reclaimed:
+        return None
+    return BlockRange(partition, tuple(newest))
+
+
+def has_few_new(one: BlockRange, seqno: int) -> bool:
+    """Return whether fewer than RECLAIM_FRACTION of a range's rows are in blocks above a seqno."""
+    new = sum([head.rows for head in one.heads if head.end > seqno])
+    return new < RECLAIM_FRACTION * one.rows
 
 
 def hardly_repeats(one: BlockRange, known: BlockHashes) -> bool:
@@ -215,30 +249,34 @@ def segments(heads: Sequence[Head], pinned: Sequence[int]) -> Iterator[list[Head
         yield segment
 
 
-def first_to_merge(costs: Sequence[int]) -> int | None:
+def first_to_merge(costs: Sequence[Cost]) -> int | None:
     """Return the first stretch that is no larger than all later ones, with FAN_IN together, of what each costs."""
-    behind = sum(costs)
+    if not costs:
+        return None
+    if sum([cost.rows for cost in costs[1:]]) >= max(costs[0].rows, NEW_ROWS_MIN):
+        return 0
+    behind = sum([cost.size for cost in costs])
     for i, cost in enumerate(costs[:-1]):
-        behind -= cost
-        if cost <= behind and (i == 0 or len(costs) - i >= FAN_IN):
+        behind -= cost.size
+        if cost.size <= behind and (i == 0 or len(costs) - i >= FAN_IN):
             return i
     return None
 
 
 def costs_of(
     partition: int, heads: Sequence[Head], settled: Iterable[tuple[int, int]]
-) -> list[int]:
+) -> list[Cost]:
     """Return what each stretch of a partition that no seqno is pinned in costs, for ``first_to_merge``."""
     return _costs(stretches(partition, heads, settled))
 
 
-def _costs(tiers: Sequence[BlockRange]) -> list[int]:
-    return [cost_of(tier.size, len(tier.heads)) for tier in tiers]
+def _costs(tiers: Sequence[BlockRange]) -> list[Cost]:
+    return [cost_of(tier.size, tier.rows, len(tier.heads)) for tier in tiers]
 
 
-def cost_of(size: int, blocks: int = 1) -> int:
-    """Return what so many bytes in so many blocks cost."""
-    return size + BLOCK_COST * blocks
+def cost_of(size: int, rows: int, blocks: int = 1) -> Cost:
+    """Return what so many bytes and rows in so many blocks cost."""
+    return Cost(size + BLOCK_COST * blocks, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,11 @@ def own_head(data: bytes, partition: int) -> tuple[Head, Runs]:
     return head_of(data, len(data), partition, end), np.frombuffer(data, RUN, 1, 2)
 
 
+def rows_in(data: bytes) -> int:
+    """Return how many rows a block of one run has that was just made."""
+    return int(RUN_FIELDS.unpack_from(data, 2)[1])
+
+
 class BlockRange(NamedTuple):
     """Neighbouring blocks of a partition, oldest first: compacted or compared together, or to be compacted."""
 

@@ -727,6 +727,13 @@ class Examined:
     def horizon(self) -> int:
         return max(head.horizon for head in self.heads)
 
+    @property
+    def saves(self) -> bool:
+        """Whether older rows of keys have WORTH_FRACTION of the bytes."""
+        total = sum(head.size for head in self.heads)
+        gone = sum(s * head.size for s, head in zip(self.lost, self.heads, strict=True))
+        return bool(gone >= WORTH_FRACTION * total)
+
     def groups(self) -> list[range]:
         """Return the groups of neighbouring blocks to rewrite, oldest first."""
         groups: list[range] = []
@@ -751,9 +758,8 @@ class Examined:
             # A key's older rows must be dropped before its tombstone, however few they are.
             chosen = [not keep.all() for keep in self.keep]
         else:
-            total = sum(head.size for head in self.heads)
-            gone = sum(s * head.size for s, head in zip(self.lost, self.heads, strict=True))
-            chosen = [gone >= WORTH_FRACTION * total and s >= BLOCK_FRACTION for s in self.lost]
+            saves = self.saves
+            chosen = [saves and s >= BLOCK_FRACTION for s in self.lost]
         small = [head.plain < SMALL_BYTES for head in self.heads]
         for i in range(1, len(small)):
             if small[i - 1] and small[i]:

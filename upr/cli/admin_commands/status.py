@@ -165,7 +165,7 @@ def storage(client: "Client", bucket: str, as_json: bool) -> None:
         "journal": size_text(found.journal_bytes),
         "tail": size_text(found.tail_bytes),
         "blocks": f"{found.blocks}, {found.rows} rows, {size_text(found.block_bytes)}",
-        "superseded": "at most " + _of(found.unmerged_bytes, found.block_bytes, ""),
+        "not compacted": _of(found.unmerged_bytes, found.block_bytes, ""),
         "compression": found.compression or "none",
         "ingested": size_text(found.ingested_bytes),
         "journalled": size_text(found.journalled_bytes),

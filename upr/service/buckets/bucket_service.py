@@ -551,6 +551,7 @@ class BucketService:
             self.disk.refresh_quota()
             # The tail counts rows that are superseded in it, and deletions; stored it is measured again.
             self.flusher.wanted.set()
+            self.compactor.reclaim()
         raise self.disk.quota.error(pending)
 
     async def set_quota(self, limit: int) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from upr.config import ServerConfig
 from upr.engine.bucket import Bucket
 from upr.engine.compaction import (
     Backlog,
+    Cost,
     Holder,
     PurgeAges,
     begin_purge,
@@ -32,9 +34,11 @@ from upr.engine.compaction import (
     end_purge,
     first_to_merge,
     hardly_repeats,
+    has_few_new,
     holders,
     plan_join,
     plan_merge,
+    plan_reclaim,
     plan_whole,
     purge_limits,
     small_ones,
@@ -43,7 +47,15 @@ from upr.service.buckets.disk_threads import Disk
 from upr.service.buckets.keepers import finish_even_if_cancelled, pause
 from upr.service.buckets.room import merge_room
 from upr.service.storage_trouble import Failing, words_of
-from upr.storage.blocks import BlockRange, Head, Replacement, Tombstones, count_tombstones
+from upr.storage.blocks import (
+    BlockRange,
+    Head,
+    Replacement,
+    Tombstones,
+    count_tombstones,
+    rows_in,
+    stretches,
+)
 from upr.storage.compact import (
     Direct,
     Examined,
@@ -76,6 +88,8 @@ HASHES_RANGE_BYTES = 128 * 2**10
 HASHES_BYTES = 4 * 2**20
 """Hashes that tell of a range whether it is worth compacting; in one that has more the keys are compared."""
 REST_SECONDS_MAX = 0.05
+RECLAIM_SECONDS = 60.0
+"""For this long after a write was refused for the quota, what is flushed is reclaimed too."""
 QUIET_SECONDS = 0.25
 """Flushes follow one another while blocks are stored at shorter intervals."""
 HASTE_BLOCKS = 24
@@ -124,14 +138,20 @@ class Compactor:
         self._stopped = asyncio.Event()
         self._first_look: asyncio.TimerHandle | None = None
         self._settled: dict[int, list[tuple[int, int]]] = {}
-        self._costs: dict[int, list[int]] = {}
+        self._costs: dict[int, list[Cost]] = {}
         """What the stretches of partitions cost in which nothing was to be compacted when they were looked at."""
+        self._reclaim_until = -math.inf
+        self._reclaiming: set[int] = set()
+        self._reclaimed = np.zeros(PARTITIONS, np.uint64)
+        """The seqno through which each partition was reclaimed."""
+        self._compared: set[int] = set()
+        """Partitions whose range is not rewritten before its keys were compared, however small it is."""
         self._stored_at_start = bucket.partitions.stored.copy()
         self.turn = asyncio.Lock()
         self.flushing: Callable[[], bool] = lambda: False
         self._work: set[asyncio.Task[Any]] = set()
         self._leisure = 1.0
-        bucket.cuts.on_dropped = self._unpinned
+        bucket.cuts.on_dropped = self._look_again
 
     @property
     def waiting(self) -> int:
@@ -152,22 +172,38 @@ class Compactor:
         if self._backlog.waiting:
             self._wanted.set()
 
-    def _unpinned(self, partitions: Sequence[int]) -> None:
+    def reclaim(self) -> None:
+        """Compact where few new rows may supersede much as well, now and for RECLAIM_SECONDS: the bucket is at its quota."""
+        self._reclaim_until = time.monotonic() + RECLAIM_SECONDS
+        self._reclaim_now()
+
+    def _reclaim_now(self) -> None:
+        new = np.flatnonzero(self._bucket.partitions.stored > self._reclaimed).tolist()
+        self._reclaiming.update(new)
+        self.note(new)
+
+    def _look_again(self, partitions: Sequence[int]) -> None:
+        """Have partitions looked at of which it is not known what is to be compacted."""
         for partition in partitions:
             self._backlog.unknown(partition)
+            self._reclaimed[partition] = 0
         self.note(partitions)
 
     def flushed(self, blocks: Iterable[tuple[int, int, bytes]]) -> None:
         """Note new blocks (partition, end_seqno, bytes). Partitions in which they leave nothing to compact are not looked
         at: to read the heads of all their blocks costs more than to flush a block."""
         self._flushed_at = time.monotonic()
-        changed: dict[int, list[int] | None] = {}
+        changed: dict[int, list[Cost] | None] = {}
         for partition, _, data in blocks:
-            cost = cost_of(len(data))
-            self._backlog.flushed(partition, cost)
+            cost = cost_of(len(data), rows_in(data))
+            self._backlog.flushed(partition, cost.size)
             costs = changed[partition] = self._costs.get(partition)
             if costs is not None:
                 costs.append(cost)
+        if self._flushed_at < self._reclaim_until:
+            self._reclaiming.update(changed)
+            self.note(changed)
+            return
         pinned = self._bucket.cuts.pinned
         self.note(
             partition
@@ -193,7 +229,7 @@ class Compactor:
                 self._disk.troubles.begins(Failing.MERGE, error)
                 if isinstance(error, lmdb.PanicError):
                     return
-                self.note(partitions)
+                self._look_again(partitions)
                 await self.rest(_RETRY_SECONDS)
 
     @property
@@ -262,23 +298,18 @@ class Compactor:
             self._backlog.in_order(partition)
         crossed = [one.partition for one in ranges if self.crosses_pin(one)]
         ranges = [one for one in ranges if one.partition not in crossed]
-        self.note(crossed)
+        self._look_again(crossed)
         small, large = list[BlockRange](), list[BlockRange]()
         for one in ranges:
-            (small if _is_direct(one) else large).append(one)
+            compared = one.partition in self._compared
+            (small if _is_direct(one) and not compared else large).append(one)
+        self._compared.clear()
         blocks = sum([len(one.heads) for one in small]) / max(len(small), 1)
         self._leisure = 1.0 if self._is_quiet else max(1.0 - blocks / HASTE_BLOCKS, 0.0)
-        for batch in _batches(small):
-            if self.stopped:
-                return
-            started = time.monotonic()
-            with self._claim_room(batch):
-                await self._merge_batch(batch)
-            await self._rest_after(started)
-        for one in large:
-            if not self.stopped:
-                await self._merge_large(one)
+        refused = await self._merge_small(small) + await self._merge_all_large(large)
         self.note(one.partition for one in ranges)
+        if refused:
+            raise refused[0]
 
     def crosses_pin(self, one: BlockRange) -> bool:
         """Whether a range goes across a cut: one made since it was chosen, with a flush behind it."""
@@ -286,10 +317,10 @@ class Compactor:
 
     def _look(
         self, pins: Mapping[int, Sequence[int]]
-    ) -> tuple[list[BlockRange], dict[int, UprError], dict[int, list[int]]]:
+    ) -> tuple[list[BlockRange], dict[int, UprError], dict[int, list[Cost]]]:
         ranges = []
         problems: dict[int, UprError] = {}
-        costs: dict[int, list[int]] = {}
+        costs: dict[int, list[Cost]] = {}
         for partition, pinned in pins.items():
             if self.stopped:
                 break
@@ -317,14 +348,39 @@ class Compactor:
             # Blocks that are all joined if their keys are different are written anew either way.
             if found.plain < HASHES_RANGE_BYTES or small_ones(found) == found:
                 return found
-            with self._store.look() as cursor:
-                known = cursor.hashes(partition, found.end, found.start, HASHES_BYTES)
-            repeats = not hardly_repeats(found, known)
+            repeats = self._repeats(found)
             self._backlog.compared(partition, repeats=repeats)
             if repeats:
                 return found
             self._settle(found)
+        if partition in self._reclaiming:
+            self._reclaiming.discard(partition)
+            if (found := self._to_reclaim(partition, heads, pinned)) is not None:
+                return found
         return plan_join(partition, heads, pinned, self.settled_of(partition, heads))
+
+    def _to_reclaim(
+        self, partition: int, heads: Sequence[Head], pinned: Sequence[int]
+    ) -> BlockRange | None:
+        before = int(self._reclaimed[partition])
+        found = plan_reclaim(partition, heads, pinned, before)
+        if found is None:
+            return None
+        self._reclaimed[partition] = found.end
+        oldest = stretches(partition, found.heads, self.settled_of(partition, heads))[0]
+        few = has_few_new(found, max(before, oldest.end))
+        # Where there are too many hashes for a look, all keys are read.
+        if (few and 4 * found.rows > HASHES_BYTES) or not self._repeats(found):
+            return None
+        if few:
+            self._compared.add(partition)
+        return found
+
+    def _repeats(self, one: BlockRange) -> bool:
+        """Return whether compacting a range may save WORTH_FRACTION of its bytes, as its stored hashes tell."""
+        with self._store.look() as cursor:
+            known = cursor.hashes(one.partition, one.end, one.start, HASHES_BYTES)
+        return not hardly_repeats(one, known)
 
     def settled_of(self, partition: int, heads: Sequence[Head]) -> list[tuple[int, int]]:
         """Return the ranges that were compared as a whole; a large partition counts as one until it is looked at."""
@@ -358,6 +414,32 @@ class Compactor:
         self._settled[one.partition] = [*outside, (one.start, one.end)]
 
     # Merging
+
+    async def _merge_small(self, ranges: Sequence[BlockRange]) -> list[NoRoomError]:
+        """Compact ranges in batches; one for which there is no room takes no other along."""
+        refused = []
+        batches = deque(_batches(ranges))
+        while batches and not self.stopped:
+            started, batch = time.monotonic(), batches.popleft()
+            try:
+                with self._claim_room(batch):
+                    await self._merge_batch(batch)
+            except NoRoomError as error:
+                if len(batch) == 1:
+                    refused.append(error)
+                batches.extendleft([one] for one in batch[::-1] if len(batch) > 1)
+            await self._rest_after(started)
+        return refused
+
+    async def _merge_all_large(self, ranges: Sequence[BlockRange]) -> list[NoRoomError]:
+        refused = []
+        for one in ranges:
+            if not self.stopped:
+                try:
+                    await self._merge_large(one)
+                except NoRoomError as error:
+                    refused.append(error)
+        return refused
 
     async def _merge_batch(self, ranges: Sequence[BlockRange]) -> None:
         limits = purge_limits(self._bucket, *self._when())
@@ -439,6 +521,10 @@ class Compactor:
             DataDamagedError, CorruptBlockError: a block is missing or fails its checks.
         """
         purges = {one.partition: examined.purge} if examined.purge else {}
+        if purges:
+            # A purge seqno that was raised stays, and has who resumes below it roll back.
+            for group in examined.groups():
+                self._check_room([_range_of(examined, group)])
         raised = self._begin_purge(purges)
         if purges and not raised:
             examined = await self.in_thread(lambda: examine(one, self._store.blocks, None))
@@ -457,7 +543,7 @@ class Compactor:
         return purged
 
     async def _rewrite_group(self, examined: Examined, group: range) -> None:
-        one = BlockRange(examined.partition, tuple([examined.heads[i] for i in group]))
+        one = _range_of(examined, group)
         compress = self._disk.compress
         with self._claim_room([one]):
             new = await self.in_thread(
@@ -483,6 +569,7 @@ class Compactor:
             failpoints.hit("merge.after_commit")
 
         await self._disk.in_store_thread(store)
+        self._disk.refresh_quota()
         self._disk.counters.merge_output_bytes += sum(
             len(data) for one in replacements for _, data in one.new
         )
@@ -492,6 +579,10 @@ class Compactor:
 
         It is not waited for here: readers at 0 wait for a purge to end, and others for their ``turn``.
         """
+        return self._disk.room.claimed(self._check_room(ranges))
+
+    def _check_room(self, ranges: Sequence[BlockRange]) -> int:
+        """Return how much room it takes to compact ranges; NoRoomError if there is less."""
         room = min(self._disk.room.above_reserve(), merge_room(self._store))
         size = sum([one.size for one in ranges])
         # Rows may be compressed to less than the hashes of their keys, which are 4 bytes each.
@@ -501,7 +592,7 @@ class Compactor:
                 f"room on the disk is {max(room, 0)} bytes above the reserve; must be {needed} to compact {size} bytes",
                 hint="free some space; compaction resumes by itself",
             )
-        return self._disk.room.claimed(needed)
+        return needed
 
     def _count_input(self, ranges: Sequence[BlockRange]) -> None:
         counters = self._disk.counters
@@ -559,7 +650,11 @@ class Compactor:
                 if dry_run:
                     result.purged = count
                 # The newest tombstone of a partition stays; the values that are under it need not.
-                elif count >= worth * tombstones.rows if count else examined.groups():
+                elif (
+                    count >= worth * tombstones.rows or examined.saves
+                    if count
+                    else examined.groups()
+                ):
                     result.purged = await self._rewritten(whole, examined)
             if tombstones.old:
                 result.holders = self._holders(partition, tombstones.newest_old)
@@ -582,13 +677,14 @@ class Compactor:
         return found
 
     async def sweep(self) -> None:
-        """Purge partitions that compaction does not visit, each a few times within a tombstone's age, until the
-        compactor stops."""
+        """Purge and reclaim partitions that compaction does not visit, each a few times within a tombstone's age, until
+        the compactor stops."""
         interval = SWEEP_FRACTION * self.ages.young / 1e6
         interval = min(max(interval, SWEEP_SECONDS_MIN), SWEEP_SECONDS_MAX)
         seen = [-1] * PARTITIONS
         while await self.rest(interval):
             failed = False
+            self._reclaim_now()
             for partition in range(PARTITIONS):
                 if self.stopped:
                     return
@@ -606,8 +702,6 @@ class Compactor:
                 except (OSError, lmdb.Error, NoRoomError, StorageFailedError, MemoryError) as error:
                     self._disk.troubles.begins(Failing.PURGE, error)
                     failed = True
-                    if isinstance(error, NoRoomError):
-                        break
                 except UprError as error:
                     log.error("purging failed", extra={"partition": partition, "error": str(error)})
                 await self.rest(min(time.monotonic() - started, REST_SECONDS_MAX))
@@ -618,6 +712,10 @@ class Compactor:
 def _is_direct(one: BlockRange) -> bool:
     """Whether a range is rewritten whole; small blocks may be compressed, and be too much in memory."""
     return one.size <= DIRECT_BYTES and one.plain <= BATCH_BYTES
+
+
+def _range_of(examined: Examined, group: range) -> BlockRange:
+    return BlockRange(examined.partition, tuple([examined.heads[i] for i in group]))
 
 
 def _batches(ranges: Sequence[BlockRange]) -> Iterator[list[BlockRange]]:
