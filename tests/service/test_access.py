@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,22 @@ async def test_what_is_told_of_the_server_names_no_bucket_of_others(
     # That it waits is told to all.
     assert len(told) == 5
     assert all(told)
+
+
+def test_a_reader_s_backups_have_purging_wait_and_no_other_consumer_is_reset(
+    guarded: Guarded,
+) -> None:
+    token = guarded.changed(lambda: guarded.add("reader", {"read": None}))
+    with Client(guarded.target, token=token) as client:
+        admin, now = client.admin, datetime.now(UTC)
+        admin.reset_consumer("default", "upr-backup-1", now, create=True)
+        for name, to, create in (
+            ("another", now, True),
+            ("upr-backup-1", now, False),
+            ("upr-backup-1", "beginning", True),
+        ):
+            with pytest.raises(PermissionDeniedError, match="the role admin"):
+                admin.reset_consumer("default", name, to, create=create)
 
 
 def test_a_role_is_no_other_role(guarded: Guarded) -> None:
@@ -757,11 +774,15 @@ def test_without_identities_only_the_owner_destroys(
             lambda: client.admin.drop_bucket("b"),
             lambda: client.admin.forget_consumer("default", "nobody"),
             lambda: client.admin.reset_consumer("default", "nobody", "now", create=True),
+            lambda: client.admin.reset_consumer("default", "upr-backup-1", "now", create=True),
+            lambda: client.admin.reset_consumer("default", "upr-backup-1", datetime.now(UTC)),
             lambda: client.admin.promote(force=True),
         ]
         for action in refused:
             with pytest.raises(PermissionDeniedError, match=r"--data|--open-admin"):
                 action()
+        # It has purging wait for the next backup.
+        client.admin.reset_consumer("default", "upr-backup-1", datetime.now(UTC), create=True)
 
     async def make_it_step_down() -> None:
         async with grpc.aio.insecure_channel(server.target) as channel:
