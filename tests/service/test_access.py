@@ -287,11 +287,9 @@ def test_a_reader_s_backups_have_purging_wait_and_no_other_consumer_is_reset(
     with Client(guarded.target, token=token) as client:
         admin, now = client.admin, datetime.now(UTC)
         admin.reset_consumer("default", "upr-backup-1", now, create=True)
-        for name, to, create in (
-            ("another", now, True),
-            ("upr-backup-1", now, False),
-            ("upr-backup-1", "beginning", True),
-        ):
+        others: Any = [("another", now), ("upr-backup-1", now), ("upr-backup-1", "beginning")]
+        for number, (name, to) in enumerate(others):
+            create = number != 1
             with pytest.raises(PermissionDeniedError, match="the role admin"):
                 admin.reset_consumer("default", name, to, create=create)
 

@@ -99,7 +99,7 @@ def _follower_keys(opening: Any) -> Iterable[bytes] | None:
 def _is_of_backup(request: Any) -> bool:
     # As a follower with a name, it holds up purging for what it has not got.
     by_time = request.create and request.WhichOneof("to") == "to_time"
-    return by_time and request.name.startswith(BACKUP_CUTS_NAME)
+    return bool(by_time and request.name.startswith(BACKUP_CUTS_NAME))
 
 
 def _reset_roles(request: Any) -> frozenset[str]:

@@ -364,9 +364,9 @@ class Compactor:
     ) -> BlockRange | None:
         before = int(self._reclaimed[partition])
         found = plan_reclaim(partition, heads, pinned, before)
+        self._reclaimed[partition] = heads[-1].end if heads else 0
         if found is None:
             return None
-        self._reclaimed[partition] = found.end
         oldest = stretches(partition, found.heads, self.settled_of(partition, heads))[0]
         few = has_few_new(found, max(before, oldest.end))
         # Where there are too many hashes for a look, all keys are read.
