@@ -336,6 +336,7 @@ async def test_a_sweep_frees_what_a_few_new_rows_supersede(
 ) -> None:
     key = some_keys(Q, 9)[-1]
     await write(host, [(key, bytes(10**6))])
+    await merge(host, Q)
     await write(host, [(key, b"small")])
     before = host.disk.store.used_bytes()
     compaction = asyncio.create_task(host.compactor.run())

@@ -68,6 +68,12 @@ async def test_a_bucket_takes_no_more_than_its_quota(server_process: StartServer
         assert (await raw.partitions(7))[0].high_seqno == len(taken)
         # What only deletes is taken, and merging makes room of it, once of few rows and once of all.
         fifth = taken[::5]
+
+        async def is_compacted() -> bool:
+            found = await client.admin.storage("default")
+            return (found.tail_bytes, found.partitions_to_merge) == (0, 0)
+
+        await poll(is_compacted)
         assert not (await writer.write([(key, None) for key in fifth])).HasField("refused")
         await until_taken(writer, (b"small", b"v" * 100_000))
         await fill(writer, new)
