@@ -67,15 +67,17 @@ async def test_a_bucket_takes_no_more_than_its_quota(server_process: StartServer
         taken = await fill(writer, new)
         assert (await raw.partitions(7))[0].high_seqno == len(taken)
         # What only deletes is taken, and merging makes room of it, once of few rows and once of all.
-        fifth = taken[::5]
+        large = (b"large", b"v" * 600_000)
 
         async def is_compacted() -> bool:
             found = await client.admin.storage("default")
             return (found.tail_bytes, found.partitions_to_merge) == (0, 0)
 
         await poll(is_compacted)
-        assert not (await writer.write([(key, None) for key in fifth])).HasField("refused")
-        await until_taken(writer, (b"small", b"v" * 100_000))
+        assert (await writer.write([large])).HasField("refused")
+        fifth = [(key, None) for key in taken[::5]]
+        assert not (await writer.write(fifth)).HasField("refused")
+        await until_taken(writer, large)
         await fill(writer, new)
         assert not (await writer.write([(key, None) for key in taken])).HasField("refused")
         await until_taken(writer, (b"small", b"v" * 100_000))
