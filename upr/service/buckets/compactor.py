@@ -372,7 +372,7 @@ class Compactor:
         # Where there are too many hashes for a look, all keys are read.
         if (few and 4 * found.rows > HASHES_BYTES) or not self._repeats(found):
             return None
-        if few:
+        if few or time.monotonic() >= self._reclaim_until:
             self._compared.add(partition)
         return found
 
