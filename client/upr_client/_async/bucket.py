@@ -34,7 +34,7 @@ from upr_client.writes import (
     token_of,
 )
 from upr_protocol.block import Block, blocks_of_pairs, check_row, pairs_bytes
-from upr_protocol.errors import ProtocolError, UnavailableError, UprError
+from upr_protocol.errors import ProtocolError, TooManyError, UnavailableError, UprError
 from upr_protocol.limits import (
     AT_LEAST_SECONDS_MAX,
     BLOCK_COLUMN_BYTES,
@@ -331,7 +331,7 @@ class AsyncBucket:
         return found
 
     async def _get(self, request: kv_pb2.GetRequest, seconds: float | None) -> kv_pb2.GetResponse:
-        """Ask for keys; while no server is the one to answer, ask again."""
+        """Ask for keys; while no server is the one to answer, or it has too many calls, ask again."""
         connection, attempt, each = self._connection, 0, None
         last: UprError | None = None
         until = now() + (connection.request_timeout if seconds is None else seconds)
@@ -358,7 +358,7 @@ class AsyncBucket:
                 connection.learn(answer.servers)
                 return answer
             except UprError as error:
-                if is_elsewhere(error):
+                if is_elsewhere(error) or (error.retriable and isinstance(error, TooManyError)):
                     last = error
                 elif last is None or not moves_on(error):
                     raise

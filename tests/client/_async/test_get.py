@@ -13,6 +13,7 @@ from upr_client.errors import (
     DataDamagedError,
     InvalidArgumentError,
     ProtocolError,
+    TooManyError,
     UnavailableError,
 )
 from upr_protocol.limits import CLIENT_GETS
@@ -83,6 +84,22 @@ async def test_a_get_that_finds_no_place_among_others_says_so_in_time() -> None:
             await bucket.get(b"k")
         assert [await bucket.get(b"k") for _ in range(2)] == [b"v", b"v"]
     assert len(server.gets) == 3
+
+
+@pytest.mark.asyncio
+async def test_a_server_with_too_many_calls_is_asked_again() -> None:
+    server = KeyValueServer()
+    server.values[b"k"] = b"v"
+    async with running(server), AsyncClient(server.target) as client:
+        bucket, many = client.bucket(), TooManyError("open Gets are 100")
+        server.faults.gets = [many, many]
+        assert await bucket.get(b"k") == b"v"
+        server.faults.gets = [many] * 1000
+        with pytest.raises(TooManyError, match="open Gets are 100"):
+            await bucket.get(b"k", seconds=0.2)
+        server.faults.gets = [TooManyError("too large", retriable=False)]
+        with pytest.raises(TooManyError, match="too large"):
+            await bucket.get(b"k")
 
 
 @pytest.mark.asyncio

@@ -14,6 +14,7 @@ from upr_client.errors import (
     DataDamagedError,
     InvalidArgumentError,
     ProtocolError,
+    TooManyError,
     UnavailableError,
 )
 from upr_protocol.limits import CLIENT_GETS
@@ -79,6 +80,21 @@ def test_a_get_that_finds_no_place_among_others_says_so_in_time() -> None:
             bucket.get(b"k")
         assert [bucket.get(b"k") for _ in range(2)] == [b"v", b"v"]
     assert len(server.gets) == 3
+
+
+def test_a_server_with_too_many_calls_is_asked_again() -> None:
+    server = KeyValueServer()
+    server.values[b"k"] = b"v"
+    with running(server), Client(server.target) as client:
+        bucket, many = client.bucket(), TooManyError("open Gets are 100")
+        server.faults.gets = [many, many]
+        assert bucket.get(b"k") == b"v"
+        server.faults.gets = [many] * 1000
+        with pytest.raises(TooManyError, match="open Gets are 100"):
+            bucket.get(b"k", seconds=0.2)
+        server.faults.gets = [TooManyError("too large", retriable=False)]
+        with pytest.raises(TooManyError, match="too large"):
+            bucket.get(b"k")
 
 
 def test_a_partition_that_cannot_be_read_is_an_error() -> None:
