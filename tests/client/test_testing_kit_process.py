@@ -18,7 +18,7 @@ import pytest
 
 from tests.harness import wait_until
 from upr_client import Change, Client, Marker, MemoryPositions, Only, Rollback
-from upr_client.errors import UnavailableError
+from upr_client.errors import UnavailableError, UnknownOutcomeError
 from upr_client.lowlevel import hello
 from upr_client.testing import ScriptedServer, ServerProcess, ServerProcessError, keys_in, process
 
@@ -96,6 +96,21 @@ def test_pause_and_resume(shared: ServerProcess) -> None:
     shared.pause()
     shared.restart()
     assert shared.running
+
+
+def test_a_write_to_a_server_that_stands_still_ends_with_its_time(shared: ServerProcess) -> None:
+    """Not only when gRPC finds its connection dead, a minute later."""
+    with Client(shared.target, connect_timeout=3, retry_seconds=2) as client:
+        bucket = client.bucket()
+        bucket.set(b"a", b"1")
+        shared.pause()
+        try:
+            with pytest.raises(UnknownOutcomeError, match="says nothing"):
+                bucket.set(b"b", b"1")
+        finally:
+            shared.resume()
+        bucket.set(b"c", b"1")
+        assert bucket.get_many([b"a", b"c"]) == {b"a": b"1", b"c": b"1"}
 
 
 def test_several_side_by_side(shared: ServerProcess) -> None:

@@ -471,7 +471,8 @@ class AsyncBlockWriter:
         self._renumber()
 
     async def _until(self, event: Event, stubs: Stubs, seconds: float | None = None) -> bool:
-        """Wait for an event of the call, at most so long; the call ends when its server is silent and another is active."""
+        """Wait for an event of the call, at most so long; the call ends when its server is silent, and another is active or
+        ``retry_seconds`` are over."""
         until = None if seconds is None else now() + seconds
         while True:
             left = None if until is None else max(until - now(), 0.0)
@@ -480,10 +481,14 @@ class AsyncBlockWriter:
             if left == 0.0:
                 return False
             with self._mutex:
-                quiet = bool(self._pending) and now() - self._progress_at >= QUIET_SECONDS
-            if not quiet or self._closing.is_set():
+                waited = now() - self._progress_at if self._pending else 0.0
+            if waited < QUIET_SECONDS or self._closing.is_set():
                 continue
             error = await self._connection.elsewhere(stubs, self._bucket.name)
+            limit = self._connection.retry_seconds
+            if error is None and limit is not None and waited >= limit:
+                # Else its writes would wait until gRPC notices that the connection is dead.
+                error = await self._connection.silent(stubs, self._bucket.name)
             if error is not None and self._call is not None:
                 with self._mutex:
                     # How the call ended because its connection was given up says less.

@@ -347,6 +347,18 @@ class Connection:
                 return UnavailableError(words, reason=SILENT_REASON, owner=endpoint)
         return None
 
+    def silent(self, stubs: Stubs, bucket: str) -> UprError | None:
+        """Ask a server for anything at all; if it says nothing within ``connect_timeout``, give it up and return an error."""
+        one = self.stubs(Route(Servers((stubs.endpoint,), only_given=True)))
+        request = admin_pb2.GetPartitionsRequest(bucket=bucket, partitions=[0])
+        try:
+            self.ask(one.admin.GetPartitions, request, self.connect_timeout)
+        except UprError as error:
+            if error.reason == UnavailableError.default_reason:
+                self.give_up(stubs)
+                return UnavailableError(f"{stubs.endpoint} says nothing", reason=SILENT_REASON)
+        return None
+
     def give_up(self, stubs: Stubs) -> None:
         """The connection behind these stubs is dead though nothing says so: the next call makes another one.
 
