@@ -1,6 +1,8 @@
 """The text port of a real server, by raw sockets: each command, keep-alive, congestion, batches, writers, resuming."""
 
+import asyncio
 import json
+import math
 import shutil
 import socket
 import subprocess
@@ -9,14 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import create_autospec
 
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS, RunningServer, ServerFailed, wait_until
+from tests.harness import WAIT_SECONDS, RunningServer, ServerFailed, pass_turns, wait_until
 from tests.proxy import Proxy
 from tests.service.pages import http_of, numbers
 from tests.service.test_text_lines import read_line, row_of
+from upr.service.text import port
 from upr.service.text.lines import split_token
 from upr_client import Client
 from upr_client.testing import keys_in
@@ -26,6 +30,7 @@ from upr_protocol.limits import (
     PEER_CALLS,
     TEXT_BUCKETS_MAX,
     TEXT_CONNECTIONS_MAX,
+    TEXT_PIECE_BYTES,
 )
 from upr_protocol.partitioning import partition_of
 
@@ -470,3 +475,27 @@ def test_without_the_option_there_is_no_port_and_no_other_address_without_insecu
     assert text_status(shared_server) is None
     with pytest.raises(ServerFailed, match=r"--text is 0\.0\.0\.0:0; must be loopback"):
         server_process("--text", "0.0.0.0:0")
+
+
+@pytest.mark.asyncio
+async def test_whoever_sends_wrong_lines_and_reads_nothing_is_not_read_any_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(port, "TEXT_COMMANDS_A_SECOND", math.inf)
+    reader, writer = asyncio.StreamReader(), create_autospec(asyncio.StreamWriter, instance=True)
+    reader.feed_data(b"x\n" * 100_000)
+    reader.feed_eof()
+    nobody = create_autospec(port.TextPort, instance=True, heartbeat_seconds=1.0)
+    connection = port.Connection(nobody, reader, writer, "ipv4:127.0.0.1:1")
+    reading = asyncio.create_task(connection._read())
+    told, most = 0, 0
+    while not reading.done():
+        # Without a wait for what it said it goes through all lines in its turns.
+        await pass_turns()
+        most = max(most, sum(map(len, connection._said)))
+        told += len(connection._said)
+        connection._said.clear()
+        connection._drained.set()
+    await reading
+    assert told == 100_000
+    assert most < 2 * TEXT_PIECE_BYTES

@@ -56,6 +56,8 @@ SLOW_BYTES_A_SECOND: Final = 64 * 2**10
 """Slowest accepted rate for a piece of text larger than others."""
 AT_ONCE_BYTES: Final = 32 * 2**10
 """Size from which the lines of a frame are made in a thread."""
+LINES_AT_ONCE: Final = PARTITIONS
+"""Most lines taken before the answers have to be on their way."""
 START_SECONDS: Final = 40e-6
 """CPU seconds that a stream costs when it is opened."""
 
@@ -254,7 +256,8 @@ class Connection:
             except UprError as error:
                 self.end(EndReason.of(error))
                 return
-            await self._take_lines(lines)
+            for first in range(0, len(lines), LINES_AT_ONCE):
+                await self._take_lines(lines[first : first + LINES_AT_ONCE])
 
     async def _received(self) -> bytes | None:
         """Return what the client sent next; None when it said its last word."""
@@ -296,6 +299,8 @@ class Connection:
                 self._take(command)
         if together:
             await self._replicate(together)
+        # ERROR lines too: whoever sends nonsense may not read what is said of it.
+        await self._until_taken()
         await self._keep_rate(len(lines))
 
     def _take(self, command: Said | UprError) -> None:
@@ -335,6 +340,10 @@ class Connection:
         else:
             self._open(names, asked)
         self._gather()
+        await self._until_taken()
+
+    async def _until_taken(self) -> None:
+        """Wait until less than a piece of what was said is left."""
         while sum(map(len, self._said)) > TEXT_PIECE_BYTES and self._ending is None:
             self._drained.clear()
             await self._drained.wait()
