@@ -12,8 +12,10 @@ from tests.client._sync.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import Expect, HalfClosed, Hold, applied, write_opened
 from tests.harness import WAIT_SECONDS, pass_turns, until
-from upr_client import AsyncClient, Change, Client, Group, MemoryPositions
+from upr_client import AsyncClient, Change, Client, Group, MemoryPositions, Tuning
+from upr_client._sync.position_storage import PositionStorage
 from upr_client.errors import ClosedError, UnavailableError
+from upr_client.testing import ServerProcess
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
 from upr_protocol.partitioning import partition_of
 
@@ -194,6 +196,33 @@ async def test_what_fails_when_a_client_is_closed_holds_up_nothing_else(target: 
         await client.close()
     async with AsyncClient(target) as other:
         assert await other.bucket().get(b"b") == b"2"
+
+
+def test_closing_waits_for_a_server_that_stands_still_once_and_not_for_each_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longest = list[float]()
+    save_last = PositionStorage.save_last
+
+    def noted(storage: PositionStorage, seconds: float) -> None:
+        longest.append(seconds)
+        save_last(storage, seconds)
+
+    monkeypatch.setattr(PositionStorage, "save_last", noted)
+    with ServerProcess() as server:
+        # A call that is not ended by then would wait for as long.
+        client = Client(server.target, request_timeout=1, connect_timeout=3600)
+        bucket = client.bucket()
+        bucket.write_many([(b"%d" % number, b"v") for number in range(10)])
+        groups = [Group(f"g{number}") for number in range(4)]
+        for group in groups:
+            changes = bucket.changes(resume=group, tuning=Tuning(save_seconds=3600)).__enter__()
+            next(changes)
+            next(changes)
+        server.pause()
+        client.close()
+    assert len(longest) == len(groups)
+    assert sum(longest) < 2
 
 
 @pytest.mark.asyncio

@@ -476,7 +476,8 @@ class AsyncBucket:
         return AsyncView(self._handle, only, at_markers, on_status, read_from)
 
     async def _close(self, seconds: float) -> None:
+        until = now() + seconds
         for buffered in list(self._buffered):
-            await buffered._end(seconds)
+            await buffered._end(max(until - now(), 0.0))
         if self._made_writer is not None:
-            await self._made_writer.close(seconds)
+            await self._made_writer.close(max(until - now(), 0.0))

@@ -25,13 +25,13 @@ from upr_client._async.io import (
     now,
     run_blocking,
 )
-from upr_client._async.position_storage import PositionStorage
+from upr_client._async.position_storage import STOP_SECONDS, PositionStorage
 from upr_client._async.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock
 from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, HandlingOptions
-from upr_client.changes.session import UNSAVED, Following, Step
+from upr_client.changes.session import Following, Step
 from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
 from upr_client.writes import WriteResult, WriteResults, token_of
@@ -180,8 +180,6 @@ class Handling:
 
 _logger = logging.getLogger("upr_client")
 
-STOP_SECONDS: Final = 1.0
-"""For so long the server may take to end a call that was stopped, where positions are not kept in it."""
 POLL_SECONDS: Final = 0.5
 """Longest wait of ``ready`` before it looks again at who receives."""
 
@@ -248,7 +246,7 @@ class AsyncChanges:
         self._following.load(stored)
         self._entered = True
         self._end_soon = from_anywhere(self._end)
-        self._bucket.connection.open.append(self.close)
+        self._bucket.connection.open.append(self._close)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -257,8 +255,12 @@ class AsyncChanges:
     async def close(self) -> None:
         """Store the positions of what was consumed and end the call. Doing it twice is harmless.
 
-        A member of a group hands its partitions over at once. In a process that was forked off it does nothing.
+        A member of a group hands its partitions over at once. In a process that was forked off it does nothing. A server
+        that keeps the positions may take the client's ``request_timeout``; one that says nothing is then left.
         """
+        await self._close(self._bucket.connection.request_timeout)
+
+    async def _close(self, seconds: float) -> None:
         if self._closed:
             return
         self._closed = True
@@ -266,18 +268,20 @@ class AsyncChanges:
             return
         self._ending.set()
         self._waiters.wake()
-        if self.close in self._bucket.connection.open:
-            self._bucket.connection.open.remove(self.close)
-        in_server = self._following.ownership is not None
+        if self._close in self._bucket.connection.open:
+            self._bucket.connection.open.remove(self._close)
+        in_server, until = self._following.ownership is not None, now() + seconds
         try:
             if in_server and self._entered:
                 # Before the call ends: its end hands over.
-                await self._last_save()
+                if not self._interrupted:
+                    await self._storage.save_last(seconds)
+                self._report()
                 await self._tell_revoked(of_all=True)
         finally:
             try:
-                seconds = self._bucket.connection.connect_timeout if in_server else 0.0
-                await self._drop_call(seconds)
+                left = self._storage.patience(max(until - now(), 0.0))
+                await self._drop_call(left if in_server else 0.0)
             finally:
                 if self._entered and not in_server:
                     await self.save()
@@ -300,15 +304,6 @@ class AsyncChanges:
             handling.leave()
         if follow is not None:
             follow.wake()
-
-    async def _last_save(self) -> None:
-        try:
-            await self.save()
-        except FencedError as error:
-            # The new owner resumes from the positions stored before.
-            self._say(str(error))
-        if self._following.is_unsaved and not self._interrupted:
-            _logger.warning("%s: %s", self._bucket.name, UNSAVED)
 
     def _check_usable(self) -> None:
         if self._closed:

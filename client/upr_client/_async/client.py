@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -11,7 +10,7 @@ import grpc
 from upr_client._async.admin import AsyncAdmin
 from upr_client._async.bucket import AsyncBucket
 from upr_client._async.call import Connection
-from upr_client._async.io import Channel
+from upr_client._async.io import Channel, now
 from upr_client.endpoints import Token, check_token, credentials_of, endpoints_of
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import check_at_least
@@ -118,9 +117,10 @@ class AsyncClient:
         return bucket
 
     async def close(self) -> None:
-        """End all streams, wait for outstanding writes at most ``request_timeout``, and disconnect.
+        """End all streams, wait for outstanding writes, and disconnect. Doing it twice is harmless.
 
-        Doing it twice is harmless.
+        Positions that are kept in the server are stored first. A server that stands still is waited for no longer than
+        ``request_timeout`` by all streams together, and as long again by all writes.
         """
         connection = self._connection
         if connection.closed:
@@ -129,19 +129,18 @@ class AsyncClient:
             # Connections and background work belong to the process, and event loop, that made them.
             connection.closed = True
             return
-        seconds = connection.request_timeout
         failure: Exception | None = None
         try:
-            closes = list(connection.open)
-            closes += [partial(bucket._close, seconds) for bucket in self._buckets]
-            for close in closes:
-                try:
-                    await close()
-                except Exception as error:
-                    # The others have positions and rows of their own.
-                    if failure is not None:
-                        _logger.warning("%s: %s", self.target, error)
-                    failure = failure or error
+            for closes in (list(connection.open), [bucket._close for bucket in self._buckets]):
+                until = now() + connection.request_timeout
+                for close in closes:
+                    try:
+                        await close(max(until - now(), 0.0))
+                    except Exception as error:
+                        # The others have positions and rows of their own.
+                        if failure is not None:
+                            _logger.warning("%s: %s", self.target, error)
+                        failure = failure or error
             if failure is not None:
                 raise failure
         finally:

@@ -1,17 +1,23 @@
 """Storage of positions: in the application's store, or in the server, one save after the other."""
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 from upr_client._async.call import BucketHandle
-from upr_client._async.io import Semaphore, run_blocking
+from upr_client._async.io import Semaphore, now, run_blocking
 from upr_client.changes.options import ChangesOptions
-from upr_client.changes.session import Following
+from upr_client.changes.session import UNSAVED, Following
 from upr_client.positions import save_positions
-from upr_protocol.errors import UprError
+from upr_protocol.errors import FencedError, UprError
 from upr_protocol.position import Position
 from upr_protocol.position_table import Found
+
+_logger = logging.getLogger("upr_client")
+
+STOP_SECONDS: Final = 1.0
+"""Time that is left to a server which did not store positions in its time, or owes nothing but the end of a call."""
 
 
 class PositionStorage:
@@ -37,21 +43,45 @@ class PositionStorage:
         self._say = say
         self._tell = tell
         self._turn = Semaphore(1)
+        # Whether the server did not store what it was asked to last.
+        self._is_late = False
 
-    async def save(self) -> None:
+    def patience(self, seconds: float) -> float:
+        """Return how long the server may take for what comes next, at most ``seconds``."""
+        return min(seconds, STOP_SECONDS) if self._is_late else seconds
+
+    async def save_last(self, seconds: float) -> None:
+        """Store what changed before a call ends that hands over; of what the server does not take a warning is left."""
+        seconds = self.patience(seconds)
+        try:
+            await self.save(seconds)
+        except FencedError as error:
+            # The new owner resumes from the positions stored before.
+            self._say(str(error))
+        if self._following.is_unsaved:
+            _logger.warning("%s: %s", self._bucket.name, UNSAVED)
+
+    async def save(self, seconds: float | None = None) -> None:
         """Store what changed.
+
+        Args:
+            seconds: how long the server may take; None for the client's ``request_timeout``.
 
         Raises:
             UprError: it could not be stored; what the server may take later is said and not raised.
         """
         self._bucket.connection.check_process()
-        await self._turn.take()
+        until = None if seconds is None else now() + seconds
+        if not await self._turn.take(seconds):
+            # The save before stands still.
+            self._is_late = True
+            return
         try:
-            await self._save()
+            await self._save(until)
         finally:
             self._turn.give_back()
 
-    async def _save(self) -> None:
+    async def _save(self, until: float | None) -> None:
         with self._mutex:
             positions = self._following.begin_save()
         in_server = self._following.ownership is not None
@@ -61,11 +91,13 @@ class PositionStorage:
                 if self._store is not None:
                     await run_blocking(save_positions, self._store, positions)
                 else:
-                    refused = await self._save_in_server(positions)
+                    refused = await self._save_in_server(positions, until)
+                    self._is_late = False
             except BaseException as error:
                 with self._mutex:
                     self._following.not_saved(positions, wait=in_server)
                 if in_server and isinstance(error, UprError) and error.retriable:
+                    self._is_late = True
                     self._say(f"positions were not stored: {error}; trying again")
                     return
                 raise
@@ -74,13 +106,16 @@ class PositionStorage:
         if message is not None:
             self._tell(message)
 
-    async def _save_in_server(self, positions: Mapping[int, Position]) -> list[int]:
+    async def _save_in_server(
+        self, positions: Mapping[int, Position], until: float | None
+    ) -> list[int]:
         ownership = self._following.ownership
         assert ownership is not None
         version = self._following.session.bucket_version
         request = ownership.save_request(self._bucket.name, version, positions)
         connection = self._bucket.connection
-        answer = await connection.ask(connection.stubs().streams.SavePositions, request)
+        seconds = None if until is None else max(until - now(), 0.0)
+        answer = await connection.ask(connection.stubs().streams.SavePositions, request, seconds)
         return [refused.partition for refused in answer.refused_partitions]
 
     async def load(self) -> Found:

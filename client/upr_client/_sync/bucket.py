@@ -477,7 +477,8 @@ class Bucket:
         return View(self._handle, only, at_markers, on_status, read_from)
 
     def _close(self, seconds: float) -> None:
+        until = now() + seconds
         for buffered in list(self._buffered):
-            buffered._end(seconds)
+            buffered._end(max(until - now(), 0.0))
         if self._made_writer is not None:
-            self._made_writer.close(seconds)
+            self._made_writer.close(max(until - now(), 0.0))

@@ -26,13 +26,13 @@ from upr_client._sync.io import (
     now,
     run_blocking,
 )
-from upr_client._sync.position_storage import PositionStorage
+from upr_client._sync.position_storage import STOP_SECONDS, PositionStorage
 from upr_client._sync.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock
 from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, HandlingOptions
-from upr_client.changes.session import UNSAVED, Following, Step
+from upr_client.changes.session import Following, Step
 from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
 from upr_client.writes import WriteResult, WriteResults, token_of
@@ -181,8 +181,6 @@ class Handling:
 
 _logger = logging.getLogger("upr_client")
 
-STOP_SECONDS: Final = 1.0
-"""For so long the server may take to end a call that was stopped, where positions are not kept in it."""
 POLL_SECONDS: Final = 0.5
 """Longest wait of ``ready`` before it looks again at who receives."""
 
@@ -249,7 +247,7 @@ class Changes:
         self._following.load(stored)
         self._entered = True
         self._end_soon = from_anywhere(self._end)
-        self._bucket.connection.open.append(self.close)
+        self._bucket.connection.open.append(self._close)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -258,8 +256,12 @@ class Changes:
     def close(self) -> None:
         """Store the positions of what was consumed and end the call. Doing it twice is harmless.
 
-        A member of a group hands its partitions over at once. In a process that was forked off it does nothing.
+        A member of a group hands its partitions over at once. In a process that was forked off it does nothing. A server
+        that keeps the positions may take the client's ``request_timeout``; one that says nothing is then left.
         """
+        self._close(self._bucket.connection.request_timeout)
+
+    def _close(self, seconds: float) -> None:
         if self._closed:
             return
         self._closed = True
@@ -267,18 +269,20 @@ class Changes:
             return
         self._ending.set()
         self._waiters.wake()
-        if self.close in self._bucket.connection.open:
-            self._bucket.connection.open.remove(self.close)
-        in_server = self._following.ownership is not None
+        if self._close in self._bucket.connection.open:
+            self._bucket.connection.open.remove(self._close)
+        in_server, until = self._following.ownership is not None, now() + seconds
         try:
             if in_server and self._entered:
                 # Before the call ends: its end hands over.
-                self._last_save()
+                if not self._interrupted:
+                    self._storage.save_last(seconds)
+                self._report()
                 self._tell_revoked(of_all=True)
         finally:
             try:
-                seconds = self._bucket.connection.connect_timeout if in_server else 0.0
-                self._drop_call(seconds)
+                left = self._storage.patience(max(until - now(), 0.0))
+                self._drop_call(left if in_server else 0.0)
             finally:
                 if self._entered and not in_server:
                     self.save()
@@ -301,15 +305,6 @@ class Changes:
             handling.leave()
         if follow is not None:
             follow.wake()
-
-    def _last_save(self) -> None:
-        try:
-            self.save()
-        except FencedError as error:
-            # The new owner resumes from the positions stored before.
-            self._say(str(error))
-        if self._following.is_unsaved and not self._interrupted:
-            _logger.warning("%s: %s", self._bucket.name, UNSAVED)
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -109,7 +109,7 @@ class Writer:
                 self._sender.join()
         else:
             self._abandon(
-                ClosedError(f"no answer arrived within {seconds:g} s after the writer was closed")
+                ClosedError(f"no answer arrived within {seconds:.3g} s after the writer was closed")
             )
         if self in self._open_writers:
             self._open_writers.remove(self)
