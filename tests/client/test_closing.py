@@ -11,8 +11,9 @@ from tests.client._async.adapter import serve
 from tests.client._sync.adapter import running
 from tests.client.key_values import Faults, KeyValueServer
 from tests.client.scripted import Expect, HalfClosed, Hold, applied, write_opened
-from tests.harness import WAIT_SECONDS, pass_turns, until
+from tests.harness import WAIT_SECONDS, pass_turns, poll, until
 from upr_client import AsyncClient, Change, Client, Group, MemoryPositions, Tuning
+from upr_client._async.call import Follow
 from upr_client._sync.position_storage import PositionStorage
 from upr_client.errors import ClosedError, UnavailableError
 from upr_client.testing import ServerProcess
@@ -247,6 +248,53 @@ async def test_a_member_that_is_cancelled_while_it_renews_its_lease_misses_nothi
                         with pytest.raises(asyncio.CancelledError):
                             await anext(changes)
         assert sorted(one.key for one in seen if isinstance(one, Change)) == keys
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["cancel", "stop"])
+async def test_a_member_that_leaves_while_it_connects_leaves_its_group(
+    target: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def members() -> int:
+        return sum([len(one.members) for one in await client.admin.consumers("default")])
+
+    async def nobody() -> bool:
+        return not await members()
+
+    async def leave(follow: Follow) -> object:
+        await poll(members)
+        if how == "cancel":
+            raise asyncio.CancelledError
+        changes.stop()
+        await changes._ending.wait()
+        return await opened(follow)
+
+    async with asyncio.timeout(WAIT_SECONDS), AsyncClient(target) as client:
+        # For so long a member that does not leave keeps all partitions.
+        group = Group("g", lease_seconds=3600)
+        async with client.bucket().changes(resume=group) as changes:
+            opened = changes._opened
+            monkeypatch.setattr(changes, "_opened", leave)
+            joining = asyncio.ensure_future(anext(changes))
+            (end,) = await asyncio.gather(joining, return_exceptions=True)
+            assert isinstance(end, asyncio.CancelledError) == (how == "cancel")
+        await poll(nobody)
+
+
+@pytest.mark.asyncio
+async def test_who_is_cancelled_twice_does_not_wait_for_the_server() -> None:
+    async with serve([[Expect("open"), Hold()]]) as server, AsyncClient(server.target) as client:
+        changes = await client.bucket().changes(resume=Group("g")).__aenter__()
+        joining = asyncio.ensure_future(anext(changes))
+        await until(lambda: server.calls["follow"] and server.calls["follow"][0].of("open"))
+        follow = changes._follow
+        joining.cancel()
+        await until(lambda: changes._follow is None)
+        joining.cancel()
+        await asyncio.wait([joining])
+        assert joining.cancelled()
+        assert follow is not None
+        await until(lambda: follow._call._ended.is_set())
 
 
 def test_a_thread_learns_that_its_client_was_closed() -> None:

@@ -775,6 +775,8 @@ class Changes:
 
     def _connect(self) -> None:
         request = self._following.open_message(self._bucket.name)
+        # A member leaves its group by the half-close: a call that is cancelled keeps its share for a lease.
+        leave_seconds = 0.0 if self._following.ownership is None else STOP_SECONDS
         try:
             self._worked = False
             self._stubs = self._bucket.connection.stubs(self._route)
@@ -788,11 +790,11 @@ class Changes:
             if self._following.not_opened(error):
                 self._drop_call()
             else:
-                self._lost(error)
+                self._lost(error, leave_seconds if self._ending.is_set() else 0.0)
             return
         except BaseException:
             # Cancelled: the accepted call has no owner, so end it.
-            self._drop_call()
+            self._drop_call(leave_seconds)
             raise
         self._bucket.version = opened.bucket_version
         # Any server opens a call, also one that then is behind.
