@@ -13,6 +13,7 @@ from upr_client.changes.events import Change, ChangeBatch, Rollback
 from upr_client.changes.options import ChangesOptions, Only
 from upr_client.positions import MemoryPositions
 from upr_client.writes import WriteResult, WriteResults, token_of
+from upr_protocol.block import check_row
 from upr_protocol.errors import ClosedError
 from upr_protocol.failover import WriteToken, check_partition
 from upr_protocol.limits import PARTITIONS
@@ -184,13 +185,15 @@ class View:
         return self._seqnos[check_partition(partition)]
 
     def get(self, key: bytes, default: bytes | None = None) -> bytes | None:
-        """Return a key's value, or the default."""
+        """Return a key's value, or the default; InvalidArgumentError for what cannot be a key."""
         self._check()
+        check_row(key, None)
         with self._mutex:
             return self._shown[partition_of(key)].get(key, default)
 
     def __getitem__(self, key: bytes) -> bytes | None:
         self._check()
+        check_row(key, None)
         with self._mutex:
             return self._shown[partition_of(key)][key]
 
@@ -204,6 +207,14 @@ class View:
 
     def __iter__(self) -> Iterator[bytes]:
         return (key for key, _ in self.items())
+
+    def keys(self) -> Iterator[bytes]:
+        """The keys, partition by partition. ``dict(view.items())`` makes a copy also while keys are deleted."""
+        return iter(self)
+
+    def values(self) -> Iterator[bytes | None]:
+        """The values, in the order of ``keys``."""
+        return (value for _, value in self.items())
 
     def items(self) -> Iterator[tuple[bytes, bytes | None]]:
         """The keys with their values, partition by partition."""

@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness import RunningServer
 from upr_client import AsyncClient, Only
-from upr_client.errors import ClosedError
+from upr_client.errors import ClosedError, InvalidArgumentError
 
 StartServer = Callable[..., RunningServer]
 
@@ -24,6 +24,11 @@ async def test_a_view_shows_what_is_written(target: str, at_markers: bool) -> No
         ) as view:
             assert await view.ready(30)
             assert dict(view.items()) == {b"user:%d" % i: b"%d" % i for i in range(500)}
+            # Keys and values by themselves: a key of two bytes looks like a pair.
+            await view.reached(await bucket.set(b"user:ab", b"c"), 30)
+            assert dict(view)[b"user:ab"] == b"c"
+            assert list(zip(view.keys(), view.values(), strict=True)) == list(view.items())
+            await view.reached(await bucket.delete(b"user:ab"), 30)
             assert len(view) == 500
             assert b"order:1" not in view
             await view.reached(await bucket.set(b"user:7", b"new"), 30)
@@ -32,6 +37,11 @@ async def test_a_view_shows_what_is_written(target: str, at_markers: bool) -> No
             assert view.get(b"user:8", b"none") == b"none"
             with pytest.raises(KeyError):
                 view[b"user:8"]
+            for key in ("user:7", b"", b"k" * 4097):
+                with pytest.raises(InvalidArgumentError, match="key is"):
+                    view.get(key)  # type: ignore[arg-type]
+                with pytest.raises(InvalidArgumentError, match="key is"):
+                    view[key]  # type: ignore[index]
         with pytest.raises(ClosedError):
             view.get(b"user:7")
 

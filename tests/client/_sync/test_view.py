@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import RunningServer
 from upr_client import Client, Only
-from upr_client.errors import ClosedError
+from upr_client.errors import ClosedError, InvalidArgumentError
 
 StartServer = Callable[..., RunningServer]
 
@@ -22,6 +22,11 @@ def test_a_view_shows_what_is_written(target: str, at_markers: bool) -> None:
         with bucket.materialize(only=Only(key_prefix=b"user:"), at_markers=at_markers) as view:
             assert view.ready(30)
             assert dict(view.items()) == {b"user:%d" % i: b"%d" % i for i in range(500)}
+            # Keys and values by themselves: a key of two bytes looks like a pair.
+            view.reached(bucket.set(b"user:ab", b"c"), 30)
+            assert dict(view)[b"user:ab"] == b"c"
+            assert list(zip(view.keys(), view.values(), strict=True)) == list(view.items())
+            view.reached(bucket.delete(b"user:ab"), 30)
             assert len(view) == 500
             assert b"order:1" not in view
             view.reached(bucket.set(b"user:7", b"new"), 30)
@@ -30,6 +35,11 @@ def test_a_view_shows_what_is_written(target: str, at_markers: bool) -> None:
             assert view.get(b"user:8", b"none") == b"none"
             with pytest.raises(KeyError):
                 view[b"user:8"]
+            for key in ("user:7", b"", b"k" * 4097):
+                with pytest.raises(InvalidArgumentError, match="key is"):
+                    view.get(key)  # type: ignore[arg-type]
+                with pytest.raises(InvalidArgumentError, match="key is"):
+                    view[key]  # type: ignore[index]
         with pytest.raises(ClosedError):
             view.get(b"user:7")
 
