@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import isfinite
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -42,7 +41,7 @@ from upr_protocol.limits import (
     GROUP_ROWS_MAX,
     JOINED_SMALL_BYTES,
     PARTITIONS,
-    check_at_least,
+    check_seconds,
     choice,
     is_number,
 )
@@ -544,11 +543,7 @@ class WriterOptions:
             if not (is_number(value) and value >= 1) or (largest is not None and value > largest):
                 limit = "1 or more" if largest is None else f"1 to {largest}"
                 raise InvalidArgumentError(f"{name} is {value!r}; must be {limit}")
-        check_at_least(self.linger_seconds, 0, "linger_seconds")
-        if not isfinite(self.linger_seconds):
-            raise InvalidArgumentError(
-                f"linger_seconds is {self.linger_seconds}; must be 0 or more"
-            )
+        check_seconds(self.linger_seconds, "linger_seconds")
 
 
 class Batch:

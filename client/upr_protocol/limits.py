@@ -88,6 +88,8 @@ CREDIT_BYTES_MAX: Final = 256 * 2**20
 CREDIT_RETURN_FRACTION: Final = 4
 """A consumer returns credit when a quarter of its window is consumed."""
 
+SECONDS_MAX: Final = 1e9
+"""Longest time that a caller may give to something, 31 years: threads and gRPC take no more than about ten times that."""
 HEARTBEAT_SECONDS: Final = 5.0
 HEARTBEAT_SECONDS_MIN: Final = 0.05
 HEARTBEAT_SECONDS_MAX: Final = 3600.0
@@ -314,6 +316,27 @@ def check_at_least(
         words = f"above {least:g}" if above else f"{least:g} or more"
         words = f"a whole number, {words}" if whole else words
         raise InvalidArgumentError(f"{what} is {value!r}; must be {words}")
+
+
+def check_seconds(value: float, what: str, *, above: bool = False, endless: bool = False) -> None:
+    """Raise InvalidArgumentError unless the value is 0 to SECONDS_MAX; ``above``: more than 0.
+
+    Args:
+        endless: the caller takes None for no end.
+    """
+    # NaN fails both.
+    if not (is_number(value) and (value > 0 if above else value >= 0) and value <= SECONDS_MAX):
+        least = "above 0" if above else "0 or more"
+        raise InvalidArgumentError(
+            f"{what} is {value!r}; must be {least}, and at most {SECONDS_MAX:.0f}",
+            hint="None means without end" if endless else "",
+        )
+
+
+def check_wait(seconds: float, *, endless: bool = False) -> None:
+    """As ``check_seconds``, of a wait: what is left of a time may be negative, and then nothing is waited for."""
+    if not (is_number(seconds) and seconds < 0):
+        check_seconds(seconds, "seconds", endless=endless)
 
 
 def choice(table: Mapping[str, T], name: str, what: str) -> T:

@@ -31,6 +31,7 @@ def handling(concurrency: int = 8, retries: int = 3) -> HandlingOptions:
         (lambda: handling(retries="3"), "retries is '3'"),  # type: ignore[arg-type]
         (lambda: Tuning(save_seconds=-1.0), "save_seconds is -1.0; must be 0 or more"),
         (lambda: Tuning(retry_seconds=float("nan")), "retry_seconds is nan"),
+        (lambda: Tuning(save_seconds=1e10), "save_seconds is 10000000000.0; .* at most 1000000000"),
         (lambda: Tuning(save_seconds="1"), "save_seconds is '1'; must be 0 or more"),  # type: ignore[arg-type]
         (
             lambda: Tuning(unacknowledged_max=0),

@@ -44,7 +44,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.failover import WriteToken, check_partition
-from upr_protocol.limits import QUIET_SECONDS
+from upr_protocol.limits import QUIET_SECONDS, check_wait
 from upr_protocol.position import Position
 
 Lane = Queue[Change | None]
@@ -509,6 +509,8 @@ class AsyncChanges:
         Raises:
             UprError: as iterating raises.
         """
+        if seconds is not None:
+            check_wait(seconds, endless=True)
         until = None if seconds is None else now() + seconds
         while True:
             self._check_usable()
@@ -825,10 +827,7 @@ class AsyncChanges:
         follow, self._follow = self._follow, None
         if follow is None:
             return
-        if finish_seconds:
-            await follow.finish(finish_seconds)
-        else:
-            await follow.cancel()
+        await (follow.finish(finish_seconds) if finish_seconds else follow.cancel())
 
     async def _lost(self, error: UprError, finish_seconds: float = 0.0) -> None:
         """The call is lost: wait before the next one, or raise what trying again does not mend."""

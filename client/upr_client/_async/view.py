@@ -15,7 +15,7 @@ from upr_client.writes import WriteResult, WriteResults, token_of
 from upr_protocol.block import check_row
 from upr_protocol.errors import ClosedError
 from upr_protocol.failover import WriteToken, check_partition
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import PARTITIONS, check_wait
 from upr_protocol.partitioning import partition_of
 
 
@@ -152,6 +152,8 @@ class AsyncView:
             UprError: following ended with it.
         """
         self._check()
+        if seconds is not None:
+            check_wait(seconds, endless=True)
         if not await self._ready.wait(seconds):
             return False
         self._check()

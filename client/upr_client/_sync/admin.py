@@ -33,7 +33,7 @@ from upr_client.admin import (
     topology,
 )
 from upr_protocol.failover import FailoverLog, check_partitions
-from upr_protocol.limits import check_at_least, check_name
+from upr_protocol.limits import check_name, check_seconds
 from upr_protocol.wire.codec import log_from_messages
 from upr_protocol.wire.v1 import admin_service_pb2 as wire
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -248,7 +248,7 @@ class Admin:
         Raises:
             InvalidArgumentError: a partition or the time is out of its range.
         """
-        check_at_least(seconds, 0, "seconds", above=True)
+        check_seconds(seconds, "seconds", above=True)
         request = wire.PurgeRequest(
             bucket=self._handle(bucket).name, partitions=partitions, dry_run=dry_run
         )

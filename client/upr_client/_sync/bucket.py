@@ -42,8 +42,8 @@ from upr_protocol.limits import (
     CLIENT_GETS,
     GET_KEYS_MAX,
     JOINED_BYTES_MAX,
-    check_at_least,
     check_name,
+    check_seconds,
     choice,
 )
 from upr_protocol.partitioning import partitions_of
@@ -303,7 +303,7 @@ class Bucket:
         for key in asked_for:
             check_row(key, None)
         if seconds is not None:
-            check_at_least(seconds, 0, "seconds", above=True)
+            check_seconds(seconds, "seconds", above=True)
         wanted = list(dict.fromkeys(asked_for))
         found: dict[bytes, bytes] = {}
         first = 0

@@ -14,7 +14,7 @@ from upr_client._sync.call import Connection
 from upr_client._sync.io import Channel, now
 from upr_client.endpoints import Token, check_token, credentials_of, endpoints_of
 from upr_protocol.errors import InvalidArgumentError
-from upr_protocol.limits import check_at_least
+from upr_protocol.limits import check_seconds
 
 _logger = logging.getLogger("upr_client")
 
@@ -61,10 +61,10 @@ class Client:
         token: Token | None = None,
         channel: Channel | None = None,
     ) -> None:
-        check_at_least(connect_timeout, 0, "connect_timeout", above=True)
-        check_at_least(request_timeout, 0, "request_timeout", above=True)
+        check_seconds(connect_timeout, "connect_timeout", above=True)
+        check_seconds(request_timeout, "request_timeout", above=True)
         if retry_seconds is not None:
-            check_at_least(retry_seconds, 0, "retry_seconds")
+            check_seconds(retry_seconds, "retry_seconds", endless=True)
         # The target of a channel that was given is only a name to show.
         named = isinstance(target, str) and channel is not None
         endpoints = (str(target),) if named else endpoints_of(target)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from upr_client._sync.io import Event, now
 from upr_protocol.errors import BehindError
+from upr_protocol.limits import check_wait
 
 
 class Waiters:
@@ -23,7 +24,9 @@ class Waiters:
 
         Raises:
             BehindError: they were not reached within ``seconds``.
+            InvalidArgumentError: the seconds are out of their range.
         """
+        check_wait(seconds)
         until, moved = now() + seconds, Event()
         self._moved.add(moved)
         try:

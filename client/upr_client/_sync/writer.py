@@ -54,6 +54,8 @@ class Writer:
         self._entered = False
         self._stopped = False
         self._abandoned = False
+        # What ended the sending, where that was no error of a batch.
+        self._broken = ""
         self._refusing = True
         """True if the next row is refused: not open, closed, or with a failure to raise."""
         self._waiting: list[Event] = []
@@ -189,6 +191,8 @@ class Writer:
         self._bucket.connection.check_usable()
         if not self._entered:
             raise ClosedError("the writer is not open", hint="use it in a with statement")
+        if self._broken:
+            raise UprError(self._broken, hint="ask the bucket for a new writer")
         if self._stopped:
             raise ClosedError("the writer was closed", hint="ask the bucket for a new one")
 
@@ -292,9 +296,11 @@ class Writer:
                         due = None if self._open is None else self._open.due
                     self._wake.wait(None if due is None else max(due - now(), 0.0))
         except Exception as failure:
-            # Waiters must get the error.
-            self._stopped = True
-            self._abandon(UprError(f"writing failed: {failure!r}"))
+            # Waiters must get the error, and whoever comes later.
+            with self._mutex:
+                self._stopped, self._broken = True, f"writing failed: {failure!r}"
+                self._seal()
+            self._abandon(UprError(self._broken))
 
     def _take_due(self) -> Batch | None:
         with self._mutex:

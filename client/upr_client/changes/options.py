@@ -24,6 +24,7 @@ from upr_protocol.limits import (
     LEASE_SECONDS_MIN,
     check_at_least,
     check_name,
+    check_seconds,
     choice,
     is_number,
 )
@@ -166,16 +167,15 @@ class Tuning:
     def __post_init__(self) -> None:
         check_window(self.credit_bytes)
         check_interval(self.heartbeat_seconds)
+        check_seconds(self.save_seconds, "save_seconds")
+        if self.retry_seconds is not None:
+            check_seconds(self.retry_seconds, "retry_seconds", endless=True)
         for name, least in (
-            ("save_seconds", 0),
-            ("retry_seconds", 0),
             ("unacknowledged_max", 1),
             ("unacknowledged_bytes", 1),
             ("recent_key_bytes", 0),
         ):
-            value = getattr(self, name)
-            if value is not None:
-                check_at_least(value, least, name, whole="seconds" not in name)
+            check_at_least(getattr(self, name), least, name, whole=True)
 
 
 class Pinned(Protocol):

@@ -1,7 +1,10 @@
 """A bucket as a dictionary, against a real server."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +47,29 @@ async def test_a_view_shows_what_is_written(target: str, at_markers: bool) -> No
                     view[key]  # type: ignore[index]
         with pytest.raises(ClosedError):
             view.get(b"user:7")
+
+
+@pytest.mark.asyncio
+async def test_a_time_that_nothing_can_wait_for_is_refused(target: str) -> None:
+    async with AsyncClient(target) as client:
+        bucket = client.bucket()
+        token = await bucket.set(b"a", b"1")
+        async with bucket.materialize() as view, bucket.changes() as changes:
+            waits: list[Callable[[Any], Any]] = [
+                view.ready,
+                changes.ready,
+                partial(view.reached, token),
+                partial(changes.reached, token),
+            ]
+            for wait in waits:
+                for seconds in (math.inf, math.nan, 1e10, "1"):
+                    with pytest.raises(InvalidArgumentError, match=r"seconds is .* must be 0 or"):
+                        await wait(seconds)
+            with pytest.raises(InvalidArgumentError, match="seconds is None"):
+                await view.reached(token, None)  # type: ignore[arg-type]
+            assert await view.ready(30)
+            # As of a time that is over.
+            assert await view.ready(-1.0)
 
 
 @pytest.mark.asyncio

@@ -20,6 +20,7 @@ from upr_client.errors import (
     NoRoomError,
     PartitionNotActiveError,
     UnknownOutcomeError,
+    UprError,
     WriteFailedError,
 )
 from upr_client.types import WriteResults
@@ -347,6 +348,24 @@ def test_what_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.applied == [(b"a", b"1")]
 
 
+def test_what_ended_the_sending_is_told_to_whoever_comes_later() -> None:
+    def fail() -> None:
+        raise OverflowError("a bug")
+
+    with running(KeyValueServer()) as server, Client(server.target) as client:
+        writer = client.bucket().writer(linger_seconds=FAR_SECONDS)
+        with writer:
+            writer._take_due = fail  # type: ignore[assignment,method-assign]
+            writer.set(b"k", b"v")
+            with pytest.raises(WriteFailedError, match=r"1 rows .*a bug"):
+                writer.flush()
+            for _ in range(2):
+                with pytest.raises(
+                    UprError, match=r"writing failed: OverflowError.* for a new writer"
+                ):
+                    writer.set(b"k", b"v")
+
+
 def test_options_out_of_range() -> None:
     with Client("localhost:1") as client:
         bucket = client.bucket()
@@ -361,6 +380,7 @@ def test_options_out_of_range() -> None:
             ({"linger_seconds": "1s"}, "linger_seconds is '1s'; must be 0 or more"),
             ({"linger_seconds": -1.0}, "linger_seconds is -1.0"),
             ({"linger_seconds": float("nan")}, "linger_seconds is nan"),
+            ({"linger_seconds": 1e10}, "linger_seconds is 10000000000.0; .* at most 1000000000"),
             ({"on_results": 7}, "on_results is 7; must be a function"),
         ):
             with pytest.raises(InvalidArgumentError, match=words):
