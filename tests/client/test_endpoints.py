@@ -75,7 +75,10 @@ def test_targets_that_are_none(target: Any) -> None:
         ({"retry_seconds": float("nan")}, "retry_seconds is nan; must be 0 or more"),
         ({"retry_seconds": math.inf}, "retry_seconds is inf; .* at most 1000000000 .None means"),
         ({"request_timeout": math.inf}, "request_timeout is inf; must be above 0, and at most"),
-        ({"connect_timeout": 1e10}, "connect_timeout is 10000000000.0; must be above 0, and at most"),
+        (
+            {"connect_timeout": 1e10},
+            "connect_timeout is 10000000000.0; must be above 0, and at most",
+        ),
     ],
 )
 def test_options_of_a_client_out_of_range(options: dict[str, Any], words: str) -> None:

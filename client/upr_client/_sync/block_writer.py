@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from upr_client import backoff
-from upr_client._sync.call import BucketHandle, Call, Stubs
+from upr_client._sync.call import GONE_HINT, BucketHandle, Call, Stubs, of_object
 from upr_client._sync.io import (
     Background,
     Cancelled,
@@ -449,7 +449,7 @@ class BlockWriter:
             kv_pb2.WriteRequest(
                 open=kv_pb2.WriteOpen(
                     bucket=self._bucket.name,
-                    bucket_version=self._version or None,
+                    bucket_version=self._version or self._bucket.version or None,
                     producer=self._producer,
                     results_together=True,
                 )
@@ -516,7 +516,7 @@ class BlockWriter:
     def _on_end(self, error: UprError | None) -> None:
         with self._mutex:
             self._accepted = False
-            self._end = self._end or error
+            self._end = self._end or (error and of_object(error))
         self._ended.set()
         self._opened.set()
 
@@ -532,11 +532,12 @@ class BlockWriter:
                 self._next_turn.ask()
 
     def _on_opened(self, opened: kv_pb2.WriteOpened) -> None:
-        if self._version not in (0, opened.bucket_version):
+        # Also where only its object has read from the bucket before.
+        if {self._version, self._bucket.version} - {0, opened.bucket_version}:
             self._break_off(
                 BucketGoneError(
-                    f"bucket {self._bucket.name} was dropped and created again since this writer began",
-                    hint="ask the client for the bucket again, to write into the new one",
+                    f"bucket {self._bucket.name} was dropped and created again since it was used first",
+                    hint=GONE_HINT,
                 )
             )
             return
@@ -570,7 +571,7 @@ class BlockWriter:
         has_runs = count_runs(result.runs) > 0
         order, write = self._expected.popleft()
         if result.HasField("refused") and not result.refused_partitions:
-            self._on_refused(order, write, error_of(result.refused))
+            self._on_refused(order, write, of_object(error_of(result.refused)))
             return
         self._taken = write.number
         if self._broken:

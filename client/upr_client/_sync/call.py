@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import grpc
 import numpy as np
@@ -40,7 +40,13 @@ from upr_client.endpoints import (
     was_not_done,
 )
 from upr_client.server_choice import Route, Servers
-from upr_protocol.errors import BehindError, ClosedError, UnavailableError, UprError
+from upr_protocol.errors import (
+    BehindError,
+    BucketGoneError,
+    ClosedError,
+    UnavailableError,
+    UprError,
+)
 from upr_protocol.limits import CLIENT_GETS
 from upr_protocol.wire.frames import follower_stub
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
@@ -392,6 +398,16 @@ class _Service:
         return partial(self._connection.unary, self._route, self._number, name)
 
 
+GONE_HINT: Final = "ask the client for the bucket again, to use the new one"
+
+
+def of_object(error: UprError) -> UprError:
+    """Return the error with the hint for whoever uses a bucket object; that of the server is for followers."""
+    if isinstance(error, BucketGoneError):
+        error.hint = GONE_HINT
+    return error
+
+
 class BucketHandle:
     """A bucket as its streams and writers know it; ``version`` is its random id, 0 until the server answered something."""
 
@@ -402,7 +418,11 @@ class BucketHandle:
 
     def ask(self, method: Callable[..., Any], request: Any, seconds: float | None = None) -> Any:
         """As ``Connection.ask``, of a method whose answer tells the bucket's version."""
-        answer = self.connection.ask(method, request, seconds)
+        try:
+            answer = self.connection.ask(method, request, seconds)
+        except BucketGoneError as error:
+            of_object(error)
+            raise
         self.version = answer.bucket_version
         return answer
 

@@ -798,7 +798,8 @@ class Changes:
             # Cancelled: the accepted call has no owner, so end it.
             self._drop_call(leave_seconds)
             raise
-        self._bucket.version = opened.bucket_version
+        # Following goes on in a bucket that was created anew; keys and writes of this object stay with the one before.
+        self._bucket.version = self._bucket.version or opened.bucket_version
         # Any server opens a call, also one that then is behind.
         self._worked = not self._options.any_server
 

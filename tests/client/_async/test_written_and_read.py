@@ -1,11 +1,13 @@
 """The buffered writer and reading keys, against a real server."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from tests.harness import RunningServer
 from upr_client import AsyncClient, Change
+from upr_client.errors import BucketGoneError
 
 StartServer = Callable[..., RunningServer]
 
@@ -32,6 +34,32 @@ async def test_what_was_buffered_is_there_in_order(target: str) -> None:
                     seqnos[event.partition] = event.seqno
                     state[event.key] = event.value
         assert state == dict(rows)
+
+
+@pytest.mark.asyncio
+async def test_an_object_of_a_bucket_that_was_created_anew_stays_with_the_old_one(
+    server_process: StartServer,
+) -> None:
+    server = server_process("--open-admin")
+    async with AsyncClient(server.target) as client:
+        await client.admin.create_bucket("b")
+        wrote, read, knows_nothing = (client.bucket("b") for _ in range(3))
+        await wrote.set(b"a", b"old")
+        await read.get(b"a")
+        await client.admin.drop_bucket("b")
+        await client.admin.create_bucket("b")
+        await client.bucket("b").set(b"a", b"new")
+        for bucket in (wrote, read, wrote, read):
+            for use in (partial(bucket.get, b"a"), partial(bucket.set, b"b", b"1")):
+                with pytest.raises(BucketGoneError) as caught:
+                    await use()
+                assert caught.value.hint.startswith("ask the client for the bucket again")
+            # It is followed in the new one, and that changes nothing.
+            async with bucket.changes(until="now") as changes:
+                assert [e.value async for e in changes if isinstance(e, Change)] == [b"new"]
+        async with knows_nothing.changes(until="now") as changes:
+            await anext(changes)
+        assert await knows_nothing.get(b"a") == b"new"
 
 
 @pytest.mark.crash
