@@ -101,11 +101,12 @@ class FilePositions:
     saves it holds a lock (flock) on the folder.
 
     Args:
-        path: of the file; its folder must exist.
+        path: of the file; its folder must exist. Of a symbolic link it is the file that it leads to now.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        # A link would be replaced, and the file that it leads to would stay as it was.
+        self._path = Path(os.path.realpath(path))
         self._mutex = threading.Lock()
         self._known: PositionTable | None = None
         self._data: bytes | None = None

@@ -54,6 +54,20 @@ def test_a_file_holds_the_largest_positions_of_all_partitions(tmp_path: Path) ->
     assert found == {partition: largest[partition] for partition in (0, 1023)}
 
 
+def test_a_link_stays_one_and_its_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to("kept/positions")
+    monkeypatch.chdir(tmp_path)
+    store = FilePositions("link")
+    # Where the program goes then changes nothing.
+    monkeypatch.chdir(tmp_path / "kept")
+    store.save({3: at(10)})
+    assert (tmp_path / "link").is_symlink()
+    assert FilePositions(tmp_path / "kept" / "positions").load([3]) == {3: at(10)}
+
+
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
 def test_a_crash_before_the_rename_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
