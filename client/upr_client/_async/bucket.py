@@ -11,7 +11,7 @@ import numpy as np
 from upr_client._async.block_writer import AsyncBlockWriter, Write
 from upr_client._async.call import KEYS, BucketHandle, Connection
 from upr_client._async.changes import AsyncChanges
-from upr_client._async.cuts import AsyncHeldCut
+from upr_client._async.cuts import AsyncHeldCut, check_same_bucket
 from upr_client._async.io import Event, check_callbacks, give_way, mutex, now
 from upr_client._async.view import AsyncView
 from upr_client._async.writer import AsyncWriter
@@ -435,6 +435,7 @@ class AsyncBucket:
             ClosedError: the client was closed.
         """
         self._connection.check_usable()
+        check_same_bucket(until, self.name)
         options = ChangesOptions(
             resume=resume,
             start=start,

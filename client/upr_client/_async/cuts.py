@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from upr_client._async.call import BucketHandle
 from upr_client.admin import CutInfo, cut_info, lease_seconds
-from upr_protocol.errors import UprError
+from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.failover import check_partitions
 from upr_protocol.handshake import Pin
 from upr_protocol.limits import check_name
@@ -26,6 +26,16 @@ async def create_cut(
     answer = await bucket.ask(bucket.connection.stubs().streams.CreateCut, request)
     left_out = {one.partition: error_of(one.problem) for one in answer.left_out}
     return AsyncCut(bucket, cut_info(answer.cut), left_out)
+
+
+def check_same_bucket(until: object, bucket: str) -> None:
+    """Raise InvalidArgumentError when this is a cut of another bucket; other ends name none."""
+    other = getattr(until, "bucket", bucket)
+    if other != bucket:
+        raise InvalidArgumentError(
+            f"until is a cut of bucket {other!r}; must be one of {bucket!r}",
+            hint="cut() of the same bucket makes one",
+        )
 
 
 async def renew_cut(bucket: BucketHandle, name: str, lease: float | None) -> CutInfo:
@@ -53,6 +63,7 @@ class AsyncCut:
     """A cut that was made. It holds until it is released or its lease ends.
 
     Attributes:
+        bucket: the bucket's name.
         name, created_time, lease_seconds, pins: as of ``CutInfo``.
         expires_time: as there, as far as is known here, by the server's clock.
         left_out: the partitions that were asked for and are not part of it, because they are dead, and why.
@@ -62,6 +73,7 @@ class AsyncCut:
         self, bucket: BucketHandle, info: CutInfo, left_out: Mapping[int, UprError]
     ) -> None:
         self._bucket = bucket
+        self.bucket = bucket.name
         self.name = info.name
         self.created_time = info.created_time
         self.expires_time = info.expires_time

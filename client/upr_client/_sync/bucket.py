@@ -12,7 +12,7 @@ import numpy as np
 from upr_client._sync.block_writer import BlockWriter, Write
 from upr_client._sync.call import KEYS, BucketHandle, Connection
 from upr_client._sync.changes import Changes
-from upr_client._sync.cuts import HeldCut
+from upr_client._sync.cuts import HeldCut, check_same_bucket
 from upr_client._sync.io import Event, check_callbacks, give_way, mutex, now
 from upr_client._sync.view import View
 from upr_client._sync.writer import Writer
@@ -436,6 +436,7 @@ class Bucket:
             ClosedError: the client was closed.
         """
         self._connection.check_usable()
+        check_same_bucket(until, self.name)
         options = ChangesOptions(
             resume=resume,
             start=start,

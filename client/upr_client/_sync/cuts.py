@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from upr_client._sync.call import BucketHandle
 from upr_client.admin import CutInfo, cut_info, lease_seconds
-from upr_protocol.errors import UprError
+from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.failover import check_partitions
 from upr_protocol.handshake import Pin
 from upr_protocol.limits import check_name
@@ -27,6 +27,16 @@ def create_cut(
     answer = bucket.ask(bucket.connection.stubs().streams.CreateCut, request)
     left_out = {one.partition: error_of(one.problem) for one in answer.left_out}
     return Cut(bucket, cut_info(answer.cut), left_out)
+
+
+def check_same_bucket(until: object, bucket: str) -> None:
+    """Raise InvalidArgumentError when this is a cut of another bucket; other ends name none."""
+    other = getattr(until, "bucket", bucket)
+    if other != bucket:
+        raise InvalidArgumentError(
+            f"until is a cut of bucket {other!r}; must be one of {bucket!r}",
+            hint="cut() of the same bucket makes one",
+        )
 
 
 def renew_cut(bucket: BucketHandle, name: str, lease: float | None) -> CutInfo:
@@ -54,6 +64,7 @@ class Cut:
     """A cut that was made. It holds until it is released or its lease ends.
 
     Attributes:
+        bucket: the bucket's name.
         name, created_time, lease_seconds, pins: as of ``CutInfo``.
         expires_time: as there, as far as is known here, by the server's clock.
         left_out: the partitions that were asked for and are not part of it, because they are dead, and why.
@@ -63,6 +74,7 @@ class Cut:
         self, bucket: BucketHandle, info: CutInfo, left_out: Mapping[int, UprError]
     ) -> None:
         self._bucket = bucket
+        self.bucket = bucket.name
         self.name = info.name
         self.created_time = info.created_time
         self.expires_time = info.expires_time

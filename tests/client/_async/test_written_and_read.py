@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness import RunningServer
 from upr_client import AsyncClient, Change
-from upr_client.errors import BucketGoneError
+from upr_client.errors import BucketGoneError, InvalidArgumentError
 
 StartServer = Callable[..., RunningServer]
 
@@ -34,6 +34,17 @@ async def test_what_was_buffered_is_there_in_order(target: str) -> None:
                     seqnos[event.partition] = event.seqno
                     state[event.key] = event.value
         assert state == dict(rows)
+
+
+@pytest.mark.asyncio
+async def test_a_cut_ends_only_what_follows_its_own_bucket(target: str) -> None:
+    async with AsyncClient(target) as client:
+        await client.admin.create_bucket("other")
+        async with client.bucket("other").cut("c") as cut:
+            with pytest.raises(InvalidArgumentError, match=r"cut of bucket 'other'; .* 'default'"):
+                client.bucket().changes(until=cut)
+            async with client.bucket("other").changes(until=cut) as changes:
+                assert [event async for event in changes] == []
 
 
 @pytest.mark.asyncio

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import RunningServer
 from upr_client import Change, Client
-from upr_client.errors import BucketGoneError
+from upr_client.errors import BucketGoneError, InvalidArgumentError
 
 StartServer = Callable[..., RunningServer]
 
@@ -34,6 +34,16 @@ def test_what_was_buffered_is_there_in_order(target: str) -> None:
                     seqnos[event.partition] = event.seqno
                     state[event.key] = event.value
         assert state == dict(rows)
+
+
+def test_a_cut_ends_only_what_follows_its_own_bucket(target: str) -> None:
+    with Client(target) as client:
+        client.admin.create_bucket("other")
+        with client.bucket("other").cut("c") as cut:
+            with pytest.raises(InvalidArgumentError, match=r"cut of bucket 'other'; .* 'default'"):
+                client.bucket().changes(until=cut)
+            with client.bucket("other").changes(until=cut) as changes:
+                assert [event for event in changes] == []
 
 
 def test_an_object_of_a_bucket_that_was_created_anew_stays_with_the_old_one(
