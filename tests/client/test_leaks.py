@@ -4,6 +4,8 @@
 import asyncio
 import signal
 import threading
+import weakref
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,17 @@ FOLLOW = [
 ]
 P = partition_of(b"k")
 WRITE = [Expect("open"), write_opened(), Expect("write"), applied(1, (P, 0, 1)), Hold()]
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_bucket_that_did_not_write_goes_with_its_last_user(kind: Any) -> None:
+    client = kind("127.0.0.1:1")
+    unused = weakref.ref(client.bucket())
+    assert unused() is None
+    # It may have rows to write when the client is closed.
+    bucket = client.bucket()
+    bucket.writer()
+    assert list(client._connection.writing) == [bucket]
 
 
 @pytest.mark.asyncio

@@ -88,8 +88,13 @@ class AsyncBucket:
         self._connection.check_usable()
         with self._mutex:
             if self._made_writer is None:
+                self._have_closed()
                 self._made_writer = AsyncBlockWriter(self._handle, self._producer)
             return self._made_writer
+
+    def _have_closed(self) -> None:
+        """Have the client close this object. One that only reads needs no closing, and goes with its last user."""
+        self._connection.writing[self] = self._close
 
     async def set(self, key: bytes, value: bytes, durability: str = "disk") -> WriteResult:
         """Write one key.
@@ -243,6 +248,7 @@ class AsyncBucket:
         options = WriterOptions(
             durability, batch_rows, batch_bytes, linger_seconds, max_outstanding_bytes, on_results
         )
+        self._have_closed()
         return AsyncWriter(self._handle, self._writer, self._buffered, options)
 
     # Reading keys.

@@ -109,6 +109,7 @@ class Connection:
         anywhere: the route of unary calls that any server may answer.
         first: the route of calls about one server, which go to the first endpoint given and to no other.
         open: of each stream that is open, the function that closes it.
+        writing: by each bucket object that has written, or has a writer, the function that closes it.
         has_ended: whether the event loop is closed that its channels belong to; nothing is made of another one.
         gets, waiting_gets: places of open Gets, and of those that wait for writes: the server refuses too many.
     """
@@ -130,7 +131,8 @@ class Connection:
         self._servers = Servers(endpoints, only_given=bool(token or channel))
         self.active, self.anywhere = Route(self._servers), Route(self._servers)
         self.first = Route(Servers(endpoints[:1], only_given=True))
-        self.open: list[Callable[[], Any]] = []
+        self.open: list[Callable[[float], Any]] = []
+        self.writing: dict[object, Callable[[float], Any]] = {}
         self.closed = False
         self.gets = Semaphore(CLIENT_GETS)
         self.waiting_gets = Semaphore(CLIENT_GETS)

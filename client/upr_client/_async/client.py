@@ -77,7 +77,6 @@ class AsyncClient:
         self._connection = Connection(
             endpoints, credentials, token, channel, connect_timeout, request_timeout, retry_seconds
         )
-        self._buckets: list[AsyncBucket] = []
         self.admin = AsyncAdmin(self._connection)
 
     @property
@@ -100,7 +99,8 @@ class AsyncClient:
     def bucket(self, name: str = "default", *, producer: str | None = None) -> AsyncBucket:
         """Return a bucket; nothing is asked of the server yet.
 
-        Keep it: each bucket object writes over a call of its own.
+        Keep it: each bucket object writes over a call of its own, which stays until the client is closed. One that has not
+        written costs nothing.
 
         Args:
             name: 1 to 200 bytes of UTF-8 without control characters.
@@ -112,9 +112,7 @@ class AsyncClient:
             ClosedError: the client was closed.
         """
         self._connection.check_usable()
-        bucket = AsyncBucket(self._connection, name, producer)
-        self._buckets.append(bucket)
-        return bucket
+        return AsyncBucket(self._connection, name, producer)
 
     async def close(self) -> None:
         """End all streams, wait for outstanding writes, and disconnect. Doing it twice is harmless.
@@ -131,7 +129,7 @@ class AsyncClient:
             return
         failure: Exception | None = None
         try:
-            for closes in (list(connection.open), [bucket._close for bucket in self._buckets]):
+            for closes in (list(connection.open), list(connection.writing.values())):
                 until = now() + connection.request_timeout
                 for close in closes:
                     try:

@@ -89,8 +89,13 @@ class Bucket:
         self._connection.check_usable()
         with self._mutex:
             if self._made_writer is None:
+                self._have_closed()
                 self._made_writer = BlockWriter(self._handle, self._producer)
             return self._made_writer
+
+    def _have_closed(self) -> None:
+        """Have the client close this object. One that only reads needs no closing, and goes with its last user."""
+        self._connection.writing[self] = self._close
 
     def set(self, key: bytes, value: bytes, durability: str = "disk") -> WriteResult:
         """Write one key.
@@ -244,6 +249,7 @@ class Bucket:
         options = WriterOptions(
             durability, batch_rows, batch_bytes, linger_seconds, max_outstanding_bytes, on_results
         )
+        self._have_closed()
         return Writer(self._handle, self._writer, self._buffered, options)
 
     # Reading keys.

@@ -78,7 +78,6 @@ class Client:
         self._connection = Connection(
             endpoints, credentials, token, channel, connect_timeout, request_timeout, retry_seconds
         )
-        self._buckets: list[Bucket] = []
         self.admin = Admin(self._connection)
 
     @property
@@ -101,7 +100,8 @@ class Client:
     def bucket(self, name: str = "default", *, producer: str | None = None) -> Bucket:
         """Return a bucket; nothing is asked of the server yet.
 
-        Keep it: each bucket object writes over a call of its own.
+        Keep it: each bucket object writes over a call of its own, which stays until the client is closed. One that has not
+        written costs nothing.
 
         Args:
             name: 1 to 200 bytes of UTF-8 without control characters.
@@ -113,9 +113,7 @@ class Client:
             ClosedError: the client was closed.
         """
         self._connection.check_usable()
-        bucket = Bucket(self._connection, name, producer)
-        self._buckets.append(bucket)
-        return bucket
+        return Bucket(self._connection, name, producer)
 
     def close(self) -> None:
         """End all streams, wait for outstanding writes, and disconnect. Doing it twice is harmless.
@@ -132,7 +130,7 @@ class Client:
             return
         failure: Exception | None = None
         try:
-            for closes in (list(connection.open), [bucket._close for bucket in self._buckets]):
+            for closes in (list(connection.open), list(connection.writing.values())):
                 until = now() + connection.request_timeout
                 for close in closes:
                     try:

@@ -378,7 +378,7 @@ async def test_what_ended_the_sending_is_told_to_whoever_comes_later() -> None:
     async with running(KeyValueServer()) as server, AsyncClient(server.target) as client:
         writer = client.bucket().writer(linger_seconds=FAR_SECONDS)
         async with writer:
-            writer._take_due = fail  # type: ignore[assignment,method-assign]
+            writer._take_due = fail  # type: ignore[method-assign]
             await writer.set(b"k", b"v")
             with pytest.raises(WriteFailedError, match=r"1 rows .*a bug"):
                 await writer.flush()

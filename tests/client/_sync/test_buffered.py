@@ -355,7 +355,7 @@ def test_what_ended_the_sending_is_told_to_whoever_comes_later() -> None:
     with running(KeyValueServer()) as server, Client(server.target) as client:
         writer = client.bucket().writer(linger_seconds=FAR_SECONDS)
         with writer:
-            writer._take_due = fail  # type: ignore[assignment,method-assign]
+            writer._take_due = fail  # type: ignore[method-assign]
             writer.set(b"k", b"v")
             with pytest.raises(WriteFailedError, match=r"1 rows .*a bug"):
                 writer.flush()
