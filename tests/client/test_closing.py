@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.harness import WAIT_SECONDS, pass_turns, poll, until
 from upr_client import AsyncClient, Change, Client, Group, MemoryPositions, Tuning
 from upr_client._async.call import Follow
 from upr_client._sync.position_storage import PositionStorage
-from upr_client.errors import ClosedError, UnavailableError
+from upr_client.errors import ClosedError, InvalidArgumentError, UnavailableError
 from upr_client.testing import ServerProcess
 from upr_protocol.limits import WRITES_IN_FLIGHT_MAX
 from upr_protocol.partitioning import partition_of
@@ -224,6 +225,20 @@ def test_closing_waits_for_a_server_that_stands_still_once_and_not_for_each_stre
         client.close()
     assert len(longest) == len(groups)
     assert sum(longest) < 2
+
+
+@pytest.mark.asyncio
+async def test_only_the_event_loop_acknowledges_with_asyncio(target: str) -> None:
+    async with AsyncClient(target) as client:
+        bucket = client.bucket()
+        await bucket.set(KEY, b"v")
+        async with bucket.changes(acknowledge="manual") as changes:
+            batch = await anext(changes.batches())
+            (change,) = batch.changes
+            for ack in (partial(changes.ack, change), partial(changes.ack_batch, batch)):
+                with pytest.raises(InvalidArgumentError, match=r"call_soon_threadsafe"):
+                    await asyncio.to_thread(ack)
+            assert changes.ack(change)
 
 
 @pytest.mark.asyncio

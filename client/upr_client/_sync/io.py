@@ -244,6 +244,11 @@ def from_anywhere(work: Callable[[], object]) -> Callable[[], None]:
     return soon
 
 
+def own_thread() -> Callable[[], None]:
+    """Return what raises InvalidArgumentError in a thread that may not call; here all may."""
+    return lambda: None
+
+
 def give_way() -> None:
     """Let others have a turn; threads have theirs anyway."""
 
