@@ -7,7 +7,7 @@ for what the specification leaves open.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import Final, TypeVar
@@ -339,9 +339,20 @@ def check_wait(seconds: float, *, endless: bool = False) -> None:
         check_seconds(seconds, "seconds", endless=endless)
 
 
+def several(values: Iterable[T], what: str) -> list[T]:
+    """Return the values as a list, which a list is itself; InvalidArgumentError for what has none."""
+    if type(values) is list:
+        return values
+    try:
+        found = iter(values)
+    except TypeError:
+        raise InvalidArgumentError(f"{what} are {values!r}; must be several, as a list") from None
+    return list(found)
+
+
 def choice(table: Mapping[str, T], name: str, what: str) -> T:
     """Return the value of a name, or raise InvalidArgumentError that lists the names there are."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise InvalidArgumentError(f"{what} is {name!r}; must be one of {', '.join(sorted(table))}")
     return table[name]
 

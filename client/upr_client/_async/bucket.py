@@ -44,6 +44,7 @@ from upr_protocol.limits import (
     check_name,
     check_seconds,
     choice,
+    several,
 )
 from upr_protocol.partitioning import partitions_of
 from upr_protocol.wire.grpc import error_of
@@ -141,7 +142,7 @@ class AsyncBucket:
         """
         level = choice(DURABILITIES, durability, "durability")
         # A copy of many rows costs as much as packing them: only of those that are packed while others are written.
-        pairs = rows if type(rows) is list else list(rows)
+        pairs = several(rows, "rows")
         count, size = len(pairs), pairs_bytes(pairs)
         if 0 < size <= JOINED_BYTES_MAX:
             block = next(blocks_of_pairs(pairs))
@@ -304,7 +305,7 @@ class AsyncBucket:
         self._connection.check_usable()
         any_server = choice(READ_FROM, read_from, "read_from")
         token = None if at_least is None else token_of(at_least)
-        asked_for = list(keys)
+        asked_for = several(keys, "keys")
         for key in asked_for:
             check_row(key, None)
         if seconds is not None:

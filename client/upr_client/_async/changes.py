@@ -23,6 +23,7 @@ from upr_client._async.io import (
     maybe_await,
     mutex,
     now,
+    own_thread,
     run_blocking,
 )
 from upr_client._async.position_storage import STOP_SECONDS, PositionStorage
@@ -216,6 +217,7 @@ class AsyncChanges:
         self._ending = Event()
         self._end_soon: Callable[[], None] = self._end
         self._closed = False
+        self._check_thread = own_thread()
         # Held while something is received, so that ``ready`` does not do so beside an iteration.
         self._receiving = Semaphore(1)
         self._asked = 0
@@ -246,6 +248,7 @@ class AsyncChanges:
         self._following.load(stored)
         self._entered = True
         self._end_soon = from_anywhere(self._end)
+        self._check_thread = own_thread()
         self._bucket.connection.open.append(self._close)
         return self
 
@@ -402,9 +405,9 @@ class AsyncChanges:
     # Acknowledging.
 
     def ack(self, change: Change) -> bool:
-        """Take a change as dealt with, in any order and from any task; with ``acknowledge="manual"`` only.
+        """Take a change as dealt with, in any order; with ``acknowledge="manual"`` only.
 
-        The position moves to the last change before the first one that is not acknowledged.
+        The position moves to the last change before the first one that waits. From any thread; with asyncio from the event loop's only.
 
         Returns:
             False for a change that does not wait any more: it was acknowledged before, a rollback undid it, or its
@@ -435,6 +438,7 @@ class AsyncChanges:
                 "acknowledging is automatic here: asking for the next item acknowledges",
                 hint='pass acknowledge="manual" to changes()',
             )
+        self._check_thread()
         return ledger
 
     def _acknowledged(self) -> None:
@@ -826,9 +830,8 @@ class AsyncChanges:
 
     async def _drop_call(self, finish_seconds: float = 0.0) -> None:
         follow, self._follow = self._follow, None
-        if follow is None:
-            return
-        await (follow.finish(finish_seconds) if finish_seconds else follow.cancel())
+        if follow is not None:
+            await (follow.finish(finish_seconds) if finish_seconds else follow.cancel())
 
     async def _lost(self, error: UprError, finish_seconds: float = 0.0) -> None:
         """The call is lost: wait before the next one, or raise what trying again does not mend."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -313,6 +314,20 @@ def from_anywhere(work: Callable[[], object]) -> Callable[[], None]:
             loop.call_soon_threadsafe(work)
 
     return soon
+
+
+def own_thread() -> Callable[[], None]:
+    """Return what raises InvalidArgumentError in any other thread than this one: nothing is guarded against those here."""
+    mine = threading.get_ident()
+
+    def check() -> None:
+        if threading.get_ident() != mine:
+            raise InvalidArgumentError(
+                "ack was called by another thread; must be called by a task of the event loop",
+                hint="loop.call_soon_threadsafe(changes.ack, change), or follow with Client",
+            )
+
+    return check
 
 
 async def give_way() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,21 @@ async def test_what_was_buffered_is_there_in_order(target: str) -> None:
                     seqnos[event.partition] = event.seqno
                     state[event.key] = event.value
         assert state == dict(rows)
+
+
+@pytest.mark.asyncio
+async def test_what_is_no_rows_no_keys_or_no_durability_is_refused() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        bucket: Any = client.bucket()
+        for use, words in (
+            (partial(bucket.get_many, None), "keys are None; must be several"),
+            (partial(bucket.get_many, 7), "keys are 7"),
+            (partial(bucket.write_many, None), "rows are None; must be several"),
+            (partial(bucket.set, b"k", b"v", durability=["disk"]), r"durability is \['disk'\]"),
+            (partial(bucket.changes, read_from=["any"]), "read_from is"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=words):
+                await use()
 
 
 @pytest.mark.asyncio
