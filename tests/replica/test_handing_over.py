@@ -798,6 +798,7 @@ async def test_an_owner_that_claimed_while_it_heard_of_another_goes_on(start: St
             old.ownership.standing, row=newer, promised=newer.epoch, candidate=row.owner
         )
         old.catalog.standing = replace(old.catalog.standing, standing=claimed)
+        old.ownership.inventory.serving = newer.epoch
     await learning
     assert old.ownership.active
     assert host.may_answer

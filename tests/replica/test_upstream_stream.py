@@ -225,7 +225,9 @@ async def test_a_bucket_that_could_not_be_opened_anew_says_so_and_is_tried_again
 
     monkeypatch.setattr(UpstreamStream, "run", run)
     monkeypatch.setattr(replication, "delay", lambda *_, **__: 0)
-    catalog: Any = SimpleNamespace(directory_id="d", replica_set="s", reopen=reopen)
+    catalog: Any = SimpleNamespace(
+        directory_id="d", incarnation="i", replica_set="s", reopen=reopen
+    )
     upstream_state = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
     task = asyncio.create_task(upstream_state._receive(host, "127.0.0.1:1", Upstream()))
     done, _ = await asyncio.wait(
@@ -362,7 +364,7 @@ async def test_a_server_that_cannot_store_asks_less_and_less_often_and_says_so_o
 
     monkeypatch.setattr(replication, "delay", delay)
     monkeypatch.setattr(host, "receive", received)
-    catalog: Any = SimpleNamespace(directory_id="d", replica_set="s")
+    catalog: Any = SimpleNamespace(directory_id="d", incarnation="i", replica_set="s")
     upstream_state = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
     caplog.set_level(logging.INFO, "upr.replica")
     host.disk.troubles.begins(Failing.JOURNAL, OSError(errno.EIO, "broken"))
@@ -406,7 +408,9 @@ Answer = admin.ListBucketsResponse | UprError | None
 
 def replicating(directory: str, *answers: Answer, upstreams: int = 1) -> Replication:
     """Return the replication of a server without a bucket, whose upstreams answer in turn."""
-    catalog: Any = SimpleNamespace(directory_id="d", replica_set="s", hosts=[], listed=frozenset())
+    catalog: Any = SimpleNamespace(
+        directory_id="d", incarnation="i", replica_set="s", hosts=[], listed=frozenset()
+    )
     channel = Channel(list(answers))
     links: Any = SimpleNamespace(open=lambda _: channel)
     addresses = [f"127.0.0.1:{1 + n}" for n in range(upstreams)]

@@ -110,6 +110,9 @@ class Keeper:
         while True:
             try:
                 if not self._gave_up(ownership):
+                    found = await self._registry.read(key)
+                    there = found.entries.get(key)
+                    await ownership.peers.check_alone(decode_node(there.value) if there else "")
                     value = encode_node(self._address(), __version__)
                     session = self._registry.session(key, value, LEASE_SECONDS, goes_on)
                     await self._until_given_up(session, ownership)
@@ -193,6 +196,8 @@ class Keeper:
             SetMember(directory=directory, address=address)
             for directory, address in self._nodes().items()
         )
+        # Of two that began at once, each may have found no key.
+        await ownership.peers.check_alone(self._nodes().get(ownership.standing.directory, ""))
         self._see_whether_it_serves(ownership, row, now)
         if row.serving:
             await ownership.learned(row, row.epoch)

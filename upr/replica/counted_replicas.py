@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import lmdb
 
 from upr.replica.fencing import Fencing
-from upr.replica.inventory import Inventory, beside
+from upr.replica.inventory import beside
 from upr.replica.peers import Peers
 from upr.service.buckets.catalog import Catalog
 from upr.service.conversation import REPLICAS_NAME
@@ -47,13 +47,11 @@ class CountedReplicas:
         self,
         catalog: Catalog,
         peers: Peers,
-        inventory: Inventory,
         fencing: Fencing | None,
         store: Callable[[Callable[[Standing], Standing | None]], Awaitable[object]],
     ) -> None:
         self._catalog = catalog
         self._peers = peers
-        self._inventory = inventory
         self._fencing = fencing
         self._store = store
         self._changing = asyncio.Lock()
@@ -65,8 +63,7 @@ class CountedReplicas:
         return self._catalog.standing.standing
 
     def note_floor(self) -> None:
-        """Remember in which epoch the owner serves, and what it had when it began to."""
-        self._inventory.serving = self._standing.row.epoch
+        """Remember what the owner had when it began to serve."""
         self._floor = {
             host.bucket.identity.version: host.bucket.partitions.high.copy()
             for host in self._catalog.hosts

@@ -94,6 +94,7 @@ class Ownership:
         self.fencing = None if rows is None else Fencing(rows, catalog, self.peers)
         catalog.servers = self._servers
         catalog.is_newest = self._is_newest
+        catalog.check_only = self.peers.check_only
         self._fences = 0
         self.active = not catalog.replica
         self._is_stepping_down = False
@@ -109,10 +110,9 @@ class Ownership:
         self._followed: tuple[tuple[str, ...], bool] = ((), False)
         self._took_back_at = -RESUME_SECONDS
         self._paused = False
-        self.counted_replicas = CountedReplicas(
-            catalog, self.peers, self.inventory, self.fencing, self.store
-        )
+        self.counted_replicas = CountedReplicas(catalog, self.peers, self.fencing, self.store)
         if self.active:
+            self.inventory.serving = self.standing.row.epoch
             self.counted_replicas.note_floor()
             if self.fencing is not None:
                 self.fencing.begin(self.standing.row, resumed=True)
@@ -201,15 +201,23 @@ class Ownership:
         return standing.candidate if changing else standing.row.owner
 
     async def learned(self, row: Row, epoch: int) -> None:
-        """Learn what another server knows, and step down if another one may be active."""
+        """Learn what another server knows, and step down if another one may be active.
+
+        It may have the same directory: a row of this one, in an epoch that it did not claim, is of a server that runs from
+        a copy.
+        """
 
         def change(standing: Standing) -> Standing:
             after = standing.learned(row)
             # An owner owns no more; a replica goes on until it is asked itself.
             return after.met(epoch) if after.owns else after
 
+        def gives_way(standing: Standing) -> bool:
+            another = standing.row.epoch > self.inventory.serving
+            return self.active and (another or not standing.owns)
+
         after = change(self.standing)
-        fences = self.active and not after.owns
+        fences = gives_way(after)
         if fences:
             # Before it is stored, which takes a while.
             self._fence(+1)
@@ -218,7 +226,7 @@ class Ownership:
                 await self.store(change)
         finally:
             # It may have become the owner of that very epoch meanwhile.
-            steps_down = self.active and not change(self.standing).owns
+            steps_down = gives_way(change(self.standing))
             if fences:
                 self._fence(-1, keeps=steps_down)
             if steps_down:
@@ -414,6 +422,7 @@ class Ownership:
         async with self._claiming:
             if self.active and not force:
                 return Promoted(self.standing.row)
+            self.peers.check_taken(force=force)
             if not (self.active or self._catalog.replica_set):
                 # Also by force: consumers of the set would take its lack of buckets for their end.
                 raise UprError(
@@ -723,6 +732,7 @@ class Ownership:
     async def _begin_to_serve(self, *, resumed: bool = False) -> None:
         """Be active: the buckets are. A higher epoch that was met while they became so ends it at once."""
         self.active, self._catalog.replica = True, False
+        self.inventory.serving = self.standing.row.epoch
         self._wait_for("")
         self._catalog.listed = None
         if self.fencing is not None:
@@ -775,6 +785,10 @@ class Ownership:
         await self.peers.meet_all(self.standing)
         for one in list(self.peers.met.values()):
             await self.learned(one.row, one.epoch)
+        if self.peers.same_directory is not None:
+            # Either may be the copy; who is refused lacks what the others acknowledge to the one that they take.
+            await self.step_down(fenced=True)
+            raise self.peers.same_directory
         # One that was the owner should undo soon: until then its rows are merged with those that it must undo.
         await self._follow_owner()
         # Only then: while nothing can be stored, the rest of the round has to go on.

@@ -37,6 +37,8 @@ MEET_SECONDS = 0.5
 """Interval of meetings."""
 ANSWER_SECONDS = 2.0
 """Longest wait for an answer of a server; one that does not answer counts as not reached."""
+LOOK_SECONDS = 1.0
+"""Longest wait for who is at an address: who asks for a server's word meanwhile waits for that too."""
 PROMISE_SECONDS = 10.0
 """Longest wait for a promise, which needs what was written there on disk."""
 
@@ -80,6 +82,16 @@ def held_of_messages(messages: Iterable[wire.HeldBucket]) -> dict[int, Held]:
             raise ProtocolError(f"what is held of a bucket is {len(message.partitions)} bytes")
         found[message.version] = np.frombuffer(message.partitions, HELD)
     return found
+
+
+def _same_directory(directory: str, address: str) -> UprError:
+    return UprError(
+        f"servers with directory {directory} are two, of which one answers at {address}; must be one",
+        reason="SAME_DIRECTORY",
+        hint="one runs from a copy: stop it, and 'upr-admin restore-copy DIR' makes it a server of its own; the other one is"
+        " taken when it is started again",
+        retriable=True,
+    )
 
 
 def _is_named(member: wire.SetMember) -> bool:
@@ -149,6 +161,12 @@ class Peers:
         self._meets = meets
         self._upstreams = dict.fromkeys(upstreams, "")
         self._told_alone = self._told_full = False
+        self._links = links
+        # By directory: the one that is taken for its server, and the incarnations of others.
+        self._taken: dict[str, wire.SetMember] = {}
+        self._refused: dict[str, set[str]] = {}
+        # That this one was refused: by the server that did so, "" for its key in etcd.
+        self._same: dict[str, UprError] = {}
         # By directory and call: what the log has, and what is refused.
         self._failed: dict[str, dict[str, str]] = {}
         self._refusals: dict[str, dict[str, str]] = {}
@@ -159,7 +177,23 @@ class Peers:
     @property
     def member(self) -> wire.SetMember:
         """This server."""
-        return wire.SetMember(directory=self._catalog.directory_id, address=self._address())
+        return wire.SetMember(
+            directory=self._catalog.directory_id,
+            address=self._address(),
+            incarnation=self._catalog.incarnation,
+        )
+
+    def check_taken(self, *, force: bool) -> None:
+        """Raise if another server is taken for the one of this directory; with ``force`` only if that is said again."""
+        if force:
+            self._same.clear()
+        elif self.same_directory is not None:
+            raise self.same_directory
+
+    @property
+    def same_directory(self) -> UprError | None:
+        """Why this server is not taken for the one of its directory: another one is, and answers; None if it is."""
+        return next(iter(self._same.values()), None)
 
     @property
     def members(self) -> list[wire.SetMember]:
@@ -266,6 +300,7 @@ class Peers:
         """Forget where a server can be reached, and what it answered."""
         self._failed.pop(directory, None)
         self._refusals.pop(directory, None)
+        self._same.pop(directory, None)
         if directory not in self.addresses:
             return
         log.info(
@@ -285,6 +320,9 @@ class Peers:
         for directory in self.addresses.keys() - self._needed():
             if self._seen[directory] < before:
                 self.drop(directory)
+        for directory in self._taken.keys() - self.addresses.keys():
+            self._taken.pop(directory)
+            self._refused.pop(directory, None)
         self._channels.keep(self.addresses.values())
 
     def met_lately(self, directories: Iterable[str]) -> bool:
@@ -310,6 +348,64 @@ class Peers:
     def _stub(self, address: str) -> Any:
         """Return the calls of the server at an address, with the certificates of now."""
         return ReplicaServiceStub(self._channels.to(address))
+
+    # One server of a directory
+
+    async def check_only(self, member: wire.SetMember) -> None:
+        """Raise if another server answers that has the directory of a caller: one of the two runs from a copy.
+
+        One that was restarted is another one as well: it is taken where the one before does not answer any more. One that
+        was refused stays that until it is restarted: it may lack what the first acknowledged, and the first may come back.
+
+        Raises:
+            UprError: SAME_DIRECTORY.
+        """
+        directory, incarnation = member.directory, member.incarnation
+        is_own = directory == self._catalog.directory_id
+        known = self.member if is_own else self._taken.get(directory, wire.SetMember())
+        # Servers of before name no incarnation.
+        if incarnation in ("", known.incarnation):
+            return
+        address = known.address or self.addresses.get(directory, "")
+        if incarnation not in self._refused.get(directory, ()):
+            there = known.incarnation if is_own else await self._at(address, directory)
+            if there in (None, incarnation):
+                self._taken[directory] = member
+                return
+            self._refused.setdefault(directory, set()).add(incarnation)
+            log.warning(
+                "two servers run with one data directory: the second is refused",
+                extra={"directory": directory, "first": address, "second": member.address},
+            )
+        raise _same_directory(directory, address)
+
+    async def check_alone(self, address: str) -> None:
+        """Raise, and remember it, if another server with this one's directory answers at an address; "" for none.
+
+        Raises:
+            UprError: SAME_DIRECTORY.
+        """
+        own = self._catalog.directory_id
+        there = None if address == self._address() else await self._at(address, own)
+        if there in (None, self._catalog.incarnation):
+            self._same.pop("", None)
+            return
+        self._same[""] = error = _same_directory(own, address)
+        raise error
+
+    async def _at(self, address: str, directory: str) -> str | None:
+        """Return the incarnation of a server at an address; None if none with the directory answers there."""
+        if not address:
+            return None
+        request = wire.MeetRequest(replica_set=self._catalog.replica_set)
+        try:
+            # Anew: a channel on which it was away does not try again at once.
+            async with self._links.open(address) as channel:
+                answer = await ReplicaServiceStub(channel).Meet(request, timeout=LOOK_SECONDS)
+        except (grpc.aio.AioRpcError, UprError):
+            return None
+        member = answer.member
+        return member.incarnation if member.directory == directory else None
 
     async def meet_all(self, standing: Standing) -> None:
         if standing.owns:
@@ -398,6 +494,10 @@ class Peers:
         """
         if isinstance(error, grpc.aio.AioRpcError):
             error = error_from_call(error)
+        if error is not None and error.reason == "SAME_DIRECTORY":
+            self._same[directory] = error
+        elif error is None and call == "Meet":
+            self._same.pop(directory, None)
         words = "" if error is None else error.message
         refusals = self._refusals.setdefault(directory, {})
         if isinstance(error, UnavailableError):

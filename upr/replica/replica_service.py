@@ -235,6 +235,9 @@ class ReplicaMethods:
     async def Meet(self, request: wire.MeetRequest, context: Context) -> wire.MeetResponse:
         self._check_set(request.replica_set)
         ownership = self._ownership
+        if not request.member.directory:
+            return wire.MeetResponse(member=ownership.peers.member)
+        await ownership.peers.check_only(request.member)
         ownership.peers.heard(request.member)
         ownership.peers.heard_of(request.members)
         await _whole(ownership.learned(row_of_message(request.row), request.epoch))
@@ -253,6 +256,7 @@ class ReplicaMethods:
     async def Promise(self, request: wire.PromiseRequest, context: Context) -> wire.PromiseResponse:
         self._check_set(request.replica_set)
         ownership = self._ownership
+        await ownership.peers.check_only(request.candidate)
         ownership.peers.heard(request.candidate)
         previous = Served(request.previous_directory, request.previous_epoch)
         directory = request.candidate.directory
@@ -272,6 +276,7 @@ class ReplicaMethods:
     async def Grant(self, request: wire.GrantRequest, context: Context) -> wire.GrantResponse:
         """Promise nothing to others for a while; a server without a cluster grants nothing."""
         self._check_set(request.replica_set)
+        await self._ownership.peers.check_only(request.owner)
         fencing, owner = self._ownership.fencing, request.owner
         granted = fencing is not None and fencing.give(request.epoch, owner.directory)
         return wire.GrantResponse(member=self._ownership.peers.member, granted=granted)

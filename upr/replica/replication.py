@@ -18,6 +18,7 @@ import grpc
 import lmdb
 
 from upr.engine.recovery import Undo
+from upr.engine.streams import SUPERSEDED
 from upr.replica.links import Links
 from upr.replica.upstream_stream import UndoNeededError, UpstreamStream
 from upr.service.buckets.bucket_service import BucketService
@@ -282,6 +283,7 @@ class Replication:
                 log.info("the upstream is followed again", extra={"bucket": identity.name})
             trouble.tries, trouble.told = 0, ""
 
+        superseded = 0
         while True:
             upstream_state = host.upstream_state
             assert upstream_state is not None
@@ -293,6 +295,7 @@ class Replication:
                 directory=self._catalog.directory_id,
                 replica_set=self._catalog.replica_set,
                 address=self._address(),
+                incarnation=self._catalog.incarnation,
             )
             try:
                 stream = UpstreamStream(host, streams, introduction, only, followed)
@@ -317,7 +320,10 @@ class Replication:
                 )
             # What cannot be stored here costs the upstream a whole call each time.
             stores = host.serves and not isinstance(problem, StorageFailedError | NoRoomError)
-            await asyncio.sleep(delay(trouble.tries, random.random(), away=stores))
+            # Two that run from copies of one directory would end each other's calls as fast as they open them.
+            superseded = superseded + 1 if problem.reason == SUPERSEDED.reason else 0
+            tries = max(trouble.tries, superseded)
+            await asyncio.sleep(delay(tries, random.random(), away=stores))
             trouble.tries += 1
 
     async def _undo(

@@ -50,6 +50,7 @@ from upr_protocol.wire.codec import (
 )
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
+from upr_protocol.wire.v1.replica_service_pb2 import SetMember
 
 LOGS_AT_ONCE = 64
 """Failover logs written in one step of the event loop; each may have a thousand records."""
@@ -346,12 +347,19 @@ class ChangeStreamMethods:
 
     async def _open(self, context: Context) -> "FollowCall":
         opening = await read_open(self._intake, context, wire.FollowRequest, "Follow")
-        if self._stopping:
-            raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
         window = granted_window(opening.credit_bytes)
         options = read_options(opening, context.peer(), self._catalog.replica_set)
         if options.is_replica and options.consumer:
             self._catalog.check_reachable()
+            await self._catalog.check_only(
+                SetMember(
+                    directory=opening.directory,
+                    address=opening.address,
+                    incarnation=opening.incarnation,
+                )
+            )
+        if self._stopping:
+            raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
         host = (self._catalog.of if options.is_replica else self._catalog.to_read)(opening)
         interval = opening.heartbeat_seconds or self._heartbeat_seconds
         liveness = Liveness(interval, asyncio.get_running_loop().time())

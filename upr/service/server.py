@@ -204,6 +204,7 @@ class Server:
         self._check_text()
         self._directory = DataDirectory(config.data, must_exist=config.require_data)
         try:
+            self._directory.check_place(may_be_moved=config.data_moved)
             self._clock = ClockKeeper(self._directory, config.clock_jump_seconds)
             self._catalog = Catalog(self._directory, config, self._clock.clock)
         except BaseException:

@@ -1,13 +1,15 @@
 """The data directory: its format, its lock, the buckets in it, and the server's part in a set of servers.
 
 DIR/lock                 held exclusively by the server that uses the directory; so is DIR itself
-DIR/upr-stream.json      {"program": "upr-stream", "format": 3, "directory": "<16 hex digits>", "cluster": "<the same>"}
+DIR/upr-stream.json      {"program": "upr-stream", "format": 3, "directory": "<16 hex digits>", "cluster": "<the same>",
+                         "place": [<inode>, <birth time>]}
 DIR/owner.json           the part in a set; not there while a server is alone
 DIR/buckets/<version>/   one bucket, named by its version (16 hex digits): journal/ and store/
 
 A folder <version>.new is being filled, <version>.dropped is being deleted; the next start deletes what a crash left of
 either, and neither is ever served. ``directory`` is a random id drawn when the directory is created;
-``cluster`` is the id of the set of servers that it belongs to; the first of them draws it.
+``cluster`` is the id of the set of servers that it belongs to; the first of them draws it. ``place`` is that of DIR,
+by which a copy is known; a directory of before has none.
 """
 
 import contextlib
@@ -25,6 +27,7 @@ from typing import Any
 
 from upr.storage.journal import replace_durably, sync_folder
 from upr.storage.lmdb_pages import free_bytes
+from upr.storage.proof import birth_of
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.ownership import Row, Standing, first_row
 
@@ -171,9 +174,46 @@ class DataDirectory:
     def _write_mark(self, cluster: str, own: str = "") -> str:
         """Write the mark of the directory, durably, and return its id, by default a new one."""
         own = own or secrets.token_hex(8)
-        text = {"program": _PROGRAM, "format": FORMAT, "directory": own, "cluster": cluster}
+        text = {
+            "program": _PROGRAM,
+            "format": FORMAT,
+            "directory": own,
+            "cluster": cluster,
+            "place": self._place(),
+        }
         replace_durably(self.path / _MARK, json.dumps(text) + "\n")
         return own
+
+    def _place(self) -> list[int]:
+        """Return inode and birth time of the directory, 0 where it has none. A file system that is copied whole keeps both."""
+        path = self.path.resolve()
+        return [path.stat().st_ino, birth_of(path)]
+
+    def check_place(self, *, may_be_moved: bool) -> None:
+        """Raise if the directory was copied here and has a part in a set of servers; else remember that it is here.
+
+        The set knows a server by the id of its directory, so a copy would act and count as the original.
+
+        Args:
+            may_be_moved: whether to accept a copy, because the operator states that the original is used no more.
+
+        Raises:
+            DataDirectoryError: it is a copy.
+        """
+        found = self._place()
+        inode, birth = _place_of(json.loads((self.path / _MARK).read_text()))
+        # Some file systems give other inodes after each mount; where there are birth times, they tell.
+        is_copy = birth != found[1] if birth else inode not in (0, found[0])
+        if is_copy and not may_be_moved and (self.path / OWNER_FILE).exists():
+            raise DataDirectoryError(
+                f"the data directory {self.path} is a copy of that of server {self.id} of a set; must be the original",
+                hint="'upr-admin restore-copy DIR' makes it another server, which then joins the set; give --data-moved for"
+                " one start if it was moved here, and nothing was written to the original after its stop",
+            )
+        if [inode, birth] != found:
+            # On a full disk the server starts without.
+            with contextlib.suppress(OSError):
+                self._write_mark(self.cluster, self.id)
 
     def join(self, cluster: str) -> None:
         """Belong to a set of servers from now on, durably."""
@@ -253,6 +293,13 @@ class DataDirectory:
     def close(self) -> None:
         for fd in self._lock:
             os.close(fd)
+
+
+def _place_of(mark: Any) -> tuple[int, int]:
+    """Return inode and birth time that a mark tells, 0 for what it does not."""
+    told = mark.get("place")
+    is_place = isinstance(told, list) and len(told) == 2 and all(type(one) is int for one in told)
+    return (told[0], told[1]) if is_place else (0, 0)
 
 
 OWNER_FILE = "owner.json"

@@ -40,6 +40,7 @@ _CODES: dict[str, grpc.StatusCode] = {
     "NOT_CONFIRMED": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_ADVERTISED": grpc.StatusCode.FAILED_PRECONDITION,
     "WRONG_REPLICA_SET": grpc.StatusCode.FAILED_PRECONDITION,
+    "SAME_DIRECTORY": grpc.StatusCode.FAILED_PRECONDITION,
     "OLD_EPOCH": grpc.StatusCode.FAILED_PRECONDITION,
     "HISTORY_CHANGED": grpc.StatusCode.UNAVAILABLE,
     "TOO_FEW_REPLICAS": grpc.StatusCode.UNAVAILABLE,

@@ -62,6 +62,7 @@ from upr_protocol.errors import (
 )
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import BUCKETS_MAX, NAME_BYTES_MAX, PARTITIONS, check_name
+from upr_protocol.wire.v1.replica_service_pb2 import SetMember
 
 log = logging.getLogger(__name__)
 
@@ -259,6 +260,10 @@ class Catalog:
         """Returns HOST:PORT of the servers of the set, as far as they are known; none where this one is alone."""
         self.is_newest: Callable[[], bool] = lambda: not self.replica
         """Returns whether no other server can be the active one, as far as the others are met."""
+        self.incarnation = secrets.token_hex(8)
+        """By it the others know this server from one that runs from a copy of its directory."""
+        self.check_only: Callable[[SetMember], Awaitable[None]] = _as_told
+        """Raises where another server has the directory of a replica, and answers."""
         self.may_serve: Callable[[], bool] = lambda: True
         """Returns whether nobody else can be the active one at this moment; false means: not known."""
         self.ordered: Ordered = self
@@ -831,6 +836,10 @@ class Catalog:
 
 async def _as_it_is() -> None:
     """Have the buckets that are here."""
+
+
+async def _as_told(_: SetMember) -> None:
+    """Take a server for what it says."""
 
 
 def _check_version(name: str, known: int, asked: int | None) -> None:

@@ -376,6 +376,7 @@ class Open(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     REPLICA_SET_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     ANY_SERVER_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The bucket's name."""
@@ -423,6 +424,10 @@ class Open(_message.Message):
     """
     address: _builtins.str
     """Of a replica: HOST:PORT where it can be reached, for operators and for the topology."""
+    incarnation: _builtins.str
+    """Of a replica: as SetMember.incarnation. A second one of a directory is refused with SAME_DIRECTORY while the first
+    answers at its address.
+    """
     any_server: _builtins.bool
     """Of a consumer: whether a server that is not the active one of its set may serve the call. Without it such a server
     refuses the call, and one that ceases to be active ends it, with PARTITION_NOT_ACTIVE, which names the active one.
@@ -447,11 +452,12 @@ class Open(_message.Message):
         directory: _builtins.str = ...,
         replica_set: _builtins.str = ...,
         address: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
         any_server: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "bucket_version", b"bucket_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "accept_zstd", b"accept_zstd", "address", b"address", "any_server", b"any_server", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "credit_bytes", b"credit_bytes", "directory", b"directory", "heartbeat_seconds", b"heartbeat_seconds", "key_prefix", b"key_prefix", "keys_only", b"keys_only", "kind", b"kind", "lease_seconds", b"lease_seconds", "member", b"member", "plain_rows", b"plain_rows", "replica_set", b"replica_set", "stability", b"stability"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version", "accept_zstd", b"accept_zstd", "address", b"address", "any_server", b"any_server", "bucket", b"bucket", "bucket_version", b"bucket_version", "consumer", b"consumer", "credit_bytes", b"credit_bytes", "directory", b"directory", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "key_prefix", b"key_prefix", "keys_only", b"keys_only", "kind", b"kind", "lease_seconds", b"lease_seconds", "member", b"member", "plain_rows", b"plain_rows", "replica_set", b"replica_set", "stability", b"stability"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bucket_version: _TypeAlias = _typing.Literal["bucket_version"]  # noqa: Y015
     _WhichOneofArgType__bucket_version: _TypeAlias = _typing.Literal["_bucket_version", b"_bucket_version"]  # noqa: Y015

@@ -27,19 +27,25 @@ class SetMember(_message.Message):
 
     DIRECTORY_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """The id of its data directory, 16 hex digits. A server whose disk was replaced is another one."""
     address: _builtins.str
     """HOST:PORT where it was last reached; empty if that is not known."""
+    incarnation: _builtins.str
+    """Where a server tells of itself: drawn at its start. Two that answer with one directory, and not with one incarnation,
+    run from copies of it. Empty where another one tells, and from servers of before.
+    """
     def __init__(
         self,
         *,
         directory: _builtins.str = ...,
         address: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "directory", b"directory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "directory", b"directory", "incarnation", b"incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,7 +451,7 @@ class MeetRequest(_message.Message):
     """The highest epoch that it knows."""
     @_builtins.property
     def member(self) -> Global___SetMember:
-        """Who it is."""
+        """Who it is; without it the other one only says who it is itself."""
 
     @_builtins.property
     def row(self) -> Global___OwnerRow:
