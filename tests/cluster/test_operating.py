@@ -2,18 +2,21 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from tests.client.certificates import make_certificate
-from tests.cluster.clusters import owner_of, start_cluster
+from tests.cluster.clusters import go_on, owner_of, start_cluster, stop
 from tests.conftest import StartServer
 from tests.etcd import running_etcd
 from tests.harness import RunningServer
-from tests.replica.sets import run, wait_for, wait_until_counted
+from tests.replica.sets import is_active, run, wait_for, wait_until_counted
+from upr.storage.directory import DataDirectory
 from upr_client import Client, UprError
 from upr_protocol.errors import PartitionNotActiveError
 
@@ -112,6 +115,28 @@ def test_the_files_that_etcd_is_shown_are_exchanged_while_a_server_runs(
         etcd.kill()
         etcd.start()
         wait_for(lambda: ordered("after"), "another bucket, behind the exchange")
+
+
+def test_a_clone_of_an_owner_that_is_alone_gives_way_to_it(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    with running_etcd(tmp_path / "etcd") as etcd:
+        owner = server_process("--cluster", etcd.cluster)
+        ran("promote", "--target", owner.target)
+        wait_for(lambda: is_active(owner) and versions(owner), "it to serve")
+        stop(owner)
+        copy = shutil.copytree(
+            owner.data, tmp_path / "clone", ignore=shutil.ignore_patterns("admin.sock", "lock")
+        )
+        go_on(owner)
+        with closing(DataDirectory(copy)) as directory:
+            # As of a whole disk.
+            directory.check_place(may_be_moved=True)
+        clone = server_process("--cluster", etcd.cluster, "--data", str(copy))
+        words = "one answers at"
+        wait_for(lambda: words in ran("topology", "--target", clone.target), "it to be told")
+        wait_for(lambda: not is_active(clone), "it to step down")
+        assert is_active(owner)
 
 
 def test_a_cluster_without_a_bucket_changes_its_owner(

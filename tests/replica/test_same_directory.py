@@ -41,7 +41,8 @@ async def test_a_copy_is_not_started_beside_the_original(start: Start, tmp_path:
     copy = copied(replica, tmp_path)
     with pytest.raises(DataDirectoryError, match="is a copy") as caught:
         await start(owner, data=copy)
-    assert "restore-copy" in caught.value.hint and "--data-moved" in caught.value.hint
+    assert "restore-copy" in caught.value.hint
+    assert "--data-moved" in caught.value.hint
     with closing(DataDirectory(copy)) as directory:
         directory.check_place(may_be_moved=True)
         directory.check_place(may_be_moved=False)
@@ -62,7 +63,8 @@ async def test_a_clone_of_the_owner_does_not_serve(start: Start, tmp_path: Path)
     owner, _ = await start_set(start)
     clone = await start(data=cloned(owner, tmp_path))
     await until(lambda: is_refused(clone))
-    assert owner.ownership.active and not clone.ownership.active
+    assert owner.ownership.active
+    assert not clone.ownership.active
     with pytest.raises(UprError) as caught:
         await clone.ownership.promote()
     assert caught.value.reason == "SAME_DIRECTORY"

@@ -380,6 +380,31 @@ async def test_a_server_that_cannot_store_asks_less_and_less_often_and_says_so_o
     assert "gone" in str(host.upstream_state.problem)
 
 
+@pytest.mark.asyncio
+async def test_calls_that_another_one_ends_pause_longer_and_longer(
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+    ended = wire.Ended(problem=types.Problem(reason="SUPERSEDED"))
+
+    class Supersedes(Upstream):
+        def Follow(self) -> Upstream:
+            return Upstream(OPENED, started(7), wire.FollowResponse(ended=ended))
+
+    def delay(count: int, *_: Any, away: bool) -> float:
+        tries.append(count)
+        return 0 if len(tries) < 4 else 1000
+
+    monkeypatch.setattr(replication, "delay", delay)
+    catalog: Any = SimpleNamespace(directory_id="d", incarnation="i", replica_set="s")
+    upstream_state = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
+    task = asyncio.create_task(upstream_state._receive(host, "127.0.0.1:1", Supersedes()))
+    await until(lambda: len(tries) >= 4)
+    task.cancel()
+    # Each of them was followed for a moment.
+    assert tries == [1, 2, 3, 4]
+
+
 class Channel:
     """A channel to an upstream whose lists are ``answers``, one after the other."""
 
