@@ -123,7 +123,7 @@ def test_a_clone_of_an_owner_that_is_alone_gives_way_to_it(
     with running_etcd(tmp_path / "etcd") as etcd:
         owner = server_process("--cluster", etcd.cluster)
         ran("promote", "--target", owner.target)
-        wait_for(lambda: is_active(owner) and versions(owner), "it to serve")
+        wait_for(lambda: is_active(owner) and bool(versions(owner)), "it to serve")
         stop(owner)
         copy = shutil.copytree(
             owner.data, tmp_path / "clone", ignore=shutil.ignore_patterns("admin.sock", "lock")
