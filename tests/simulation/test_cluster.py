@@ -583,7 +583,8 @@ def test_who_claimed_in_vain_is_not_said_to_be_gone(
     with monkeypatch.context() as patch:
         patch.setattr(Ownership, "_drive", fails)
         assert world.promoted(second) == "UNAVAILABLE"
-    world.until(lambda: second.active, 20, "active")
+    # Or the one before, that takes it back.
+    world.until(lambda: active(world) != [], 20, "active")
     claims = [one for one in caplog.records if one.message == "this server claims"]
     assert {one.back for one in claims} == {True}  # type: ignore[attr-defined]
 
@@ -605,3 +606,26 @@ def test_the_trouble_with_a_session_ends_when_the_key_is_there_again(
     world.until(lambda: told() == ["WARNING", "INFO"], 20, "told that it goes on")
     assert second.server is not None
     world.until(lambda: second.server._problems() == [], 20, "without a problem")  # type: ignore[union-attr]
+
+
+def test_a_server_that_was_restarted_without_the_cluster_counts_no_more(
+    world: ClusterWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in step, and grants nothing: counted, it would be counted no more a moment later, again and again."""
+    first, second, _ = world.servers
+    second.kill()
+    second.registry, second.upstreams = None, (first.address,)
+    second.start()
+    world.until(lambda: second.ownership is not None, 20, "started")
+    world.until(lambda: counted(world) == {2}, 20, "counted no more")
+    asked = world.etcd.swaps
+    world.pass_time(10.0)
+    assert second.ownership is not None
+    assert second.ownership.in_step
+    assert (counted(world), world.etcd.swaps) == ({2}, asked)
+    told = [one for one in caplog.records if getattr(one, "call", "") == "Grant"]
+    assert ["--cluster is not given" in one.error for one in told] == [True]  # type: ignore[attr-defined]
+    second.kill()
+    second.registry, second.upstreams = world.etcd, ()
+    second.start()
+    world.until(lambda: counted(world) == {1, 2}, 20, "counted again")

@@ -103,12 +103,14 @@ class CountedReplicas:
 
     def _next_row(self, standing: Standing) -> Row:
         """Return the row with the replicas that are in step, or without this server when another has all that it had."""
-        row, met = standing.row, self._peers.met
+        row, met, fencing = standing.row, self._peers.met, self._fencing
         for directory, one in sorted(met.items()):
-            if one.in_step and directory not in row.counted and self._peers.registered(directory):
+            if not one.in_step or directory in row.counted or not self._peers.registered(directory):
+                continue
+            if fencing is None or fencing.grants_lately(directory):
                 row = row.counting(directory)
-        if row == standing.row and self._fencing is not None:
-            row = self._fencing.shrunk(row, self._floor)
+        if row == standing.row and fencing is not None:
+            row = fencing.shrunk(row, self._floor)
             if row.owner in row.counted - standing.row.counted:
                 self.note_floor()
         if row != standing.row:

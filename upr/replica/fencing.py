@@ -6,6 +6,7 @@ A set without a cluster has none of this: there an operator's word takes the pla
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
@@ -122,7 +123,7 @@ class Fencing:
         try:
             while True:
                 self._asking = {d: task for d, task in self._asking.items() if not task.done()}
-                for directory in self._others():
+                for directory in self._others() | self._candidates():
                     if directory not in self._asking:
                         self._asking[directory] = asyncio.create_task(self._ask(directory))
                 self._tell()
@@ -135,6 +136,18 @@ class Fencing:
         standing = self._catalog.standing.standing
         owns = standing.owns and not self._catalog.replica
         return standing.row.counted - {standing.directory} if owns else frozenset()
+
+    def _candidates(self) -> set[str]:
+        """Return the servers that an owner would count if they gave grants."""
+        if self._catalog.replica or not self._catalog.standing.standing.owns:
+            return set()
+        return {
+            d for d, one in self._peers.met.items() if one.in_step and self._peers.registered(d)
+        }
+
+    def grants_lately(self, directory: str) -> bool:
+        """Return whether a server gives this owner grants: one that does not would be counted in vain."""
+        return boot_seconds() - self._seen.get(directory, -math.inf) <= SILENT_SECONDS
 
     async def _ask(self, directory: str) -> None:
         epoch = self._catalog.standing.standing.row.epoch

@@ -277,6 +277,12 @@ class ReplicaMethods:
         """Promise nothing to others for a while; a server without a cluster grants nothing."""
         self._check_set(request.replica_set)
         await self._ownership.peers.check_only(request.owner)
-        fencing, owner = self._ownership.fencing, request.owner
-        granted = fencing is not None and fencing.give(request.epoch, owner.directory)
+        fencing = self._ownership.fencing
+        if fencing is None:
+            raise UprError(
+                "--cluster is not given at this server; must be that of the other servers, so it grants nothing",
+                reason="NOT_IN_CLUSTER",
+                hint="restart it with --cluster, and without --replicate-from",
+            )
+        granted = fencing.give(request.epoch, request.owner.directory)
         return wire.GrantResponse(member=self._ownership.peers.member, granted=granted)

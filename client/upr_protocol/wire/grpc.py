@@ -35,6 +35,7 @@ _CODES: dict[str, grpc.StatusCode] = {
     "WRITE_UNDONE": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_COUNTED": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_JOINED": grpc.StatusCode.FAILED_PRECONDITION,
+    "NOT_IN_CLUSTER": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_IN_STEP": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_HEARD": grpc.StatusCode.FAILED_PRECONDITION,
     "NOT_CONFIRMED": grpc.StatusCode.FAILED_PRECONDITION,
