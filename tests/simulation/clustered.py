@@ -68,6 +68,12 @@ class FakeEtcd:
         self._ends.clear()
         self._revision += 1
 
+    def delete(self, end: str) -> None:
+        """Have no key that ends so; its lease lives on."""
+        for key in [key for key in self._entries if key.endswith(end.encode())]:
+            del self._entries[key]
+            self._revision += 1
+
     def put_back(self, value: bytes) -> None:
         """Have the map as it once was."""
         (key,) = (key for key in self._entries if key.endswith(b"/map"))
@@ -80,7 +86,8 @@ class FakeEtcd:
             raise UnavailableError("etcd is away")
         if not self.down:
             for key in [k for k, end in self._ends.items() if end < self._timeline.now]:
-                del self._entries[key], self._ends[key]
+                self._entries.pop(key, None)
+                del self._ends[key]
                 self._revision += 1
 
     def _set(self, key: bytes, value: bytes) -> None:
@@ -128,16 +135,15 @@ class FakeEtcd:
         """See ``Registry``."""
         await self._reach()
         self._set(key, value)
-        own = self._entries[key]
         self._ends[key] = self._timeline.now + seconds
         began()
-        while self._entries.get(key) == own:
+        while key in self._ends:
             await asyncio.sleep(seconds / 4)
             try:
                 await self._reach()
             except UnavailableError:
                 continue
-            if self._entries.get(key) == own:
+            if key in self._ends:
                 self._ends[key] = self._timeline.now + seconds
 
     async def changed(self, prefix: bytes, after: int) -> None:

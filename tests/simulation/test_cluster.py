@@ -629,3 +629,21 @@ def test_a_server_that_was_restarted_without_the_cluster_counts_no_more(
     second.registry, second.upstreams = world.etcd, ()
     second.start()
     world.until(lambda: counted(world) == {1, 2}, 20, "counted again")
+
+
+def test_a_key_that_was_deleted_is_set_again(
+    world: ClusterWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for an owner that seems to be dead: any pause of it would end its epoch."""
+    first = world.servers[0]
+    directory = standing(first).directory
+    for _ in range(2):
+        world.until(lambda: world.etcd.values(directory) != [], 20, "there")
+        caplog.clear()
+        world.etcd.delete(directory)
+        world.until(lambda: world.etcd.values(directory) != [], 3, "there again")
+        world.pass_time(8.0)
+        assert world.etcd.values(directory) != []
+        told = [one for one in caplog.records if "was deleted in etcd" in one.message]
+        assert len(told) == 1
+    assert active(world) == [0]

@@ -65,6 +65,8 @@ class Keeper:
         self._found: Found | None = None
         self._map: Map | None = None
         self._read_at = 0.0
+        # When the newest reading was begun, and when the key of this server was set in this session.
+        self._asked_at = self._set_at = 0.0
         self._tried_at = self._matched_at = -RESUME_SECONDS
         self._claimed: Row | None = None
         # The last time at which not both witnesses said that the owner is gone, and at which somebody was to serve.
@@ -107,14 +109,20 @@ class Keeper:
         """Keep the key that says that this server is there."""
         key = self._place.nodes + self._catalog.directory_id.encode()
         goes_on = functools.partial(self._tell, "the session with etcd")
+
+        def began() -> None:
+            self._set_at = asyncio.get_running_loop().time()
+            goes_on()
+
         while True:
             try:
                 if not self._gave_up(ownership):
                     found = await self._registry.read(key)
                     there = found.entries.get(key)
                     await ownership.peers.check_alone(decode_node(there.value) if there else "")
+                    self._set_at = 0.0
                     value = encode_node(self._address(), __version__)
-                    session = self._registry.session(key, value, LEASE_SECONDS, goes_on)
+                    session = self._registry.session(key, value, LEASE_SECONDS, began)
                     await self._until_given_up(session, ownership)
             except UprError as error:
                 goes_on(error)
@@ -129,11 +137,20 @@ class Keeper:
         task = asyncio.create_task(session)
         try:
             while not (task.done() or self._gave_up(ownership)):
+                if self._key_is_gone:
+                    log.warning("the key of this server was deleted in etcd: it is set again")
+                    return
                 await asyncio.wait({task}, timeout=LOOK_SECONDS)
             if task.done():
                 task.result()
         finally:
             task.cancel()
+
+    @property
+    def _key_is_gone(self) -> bool:
+        """Return whether somebody deleted the key that was set: its lease, which the session looks at, lives on."""
+        is_known = self._set_at and self._asked_at > self._set_at
+        return bool(is_known) and not self.has_key(self._catalog.directory_id)
 
     def _gave_up(self, ownership: Ownership) -> bool:
         """Return whether the map names this server, and another one is to claim: to them it is as if it were dead."""
@@ -145,8 +162,9 @@ class Keeper:
         """Read all that is kept of the cluster whenever it changes."""
         while True:
             try:
+                asked = asyncio.get_running_loop().time()
                 self._found, self._map = await self.rows.found()
-                self._read_at = asyncio.get_running_loop().time()
+                self._asked_at, self._read_at = asked, asyncio.get_running_loop().time()
                 self._tell("reading from etcd")
                 await self._registry.changed(self._place.prefix, self._found.revision)
             except UprError as error:
