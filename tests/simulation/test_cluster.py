@@ -647,3 +647,23 @@ def test_a_key_that_was_deleted_is_set_again(
         told = [one for one in caplog.records if "was deleted in etcd" in one.message]
         assert len(told) == 1
     assert active(world) == [0]
+
+
+def test_a_new_server_says_that_a_cluster_is_given_up_and_stores_nothing_of_it(
+    world: ClusterWorld,
+) -> None:
+    first = world.servers[0]
+    world.people.writers.clear()
+    for server in world.servers:
+        server.lose_disk(())
+    world.etcd.delete("nodes/")
+    first.start()
+    world.until(lambda: "no counted server of the cluster" in first.waiting, 20, "told")
+    assert "delete the keys in etcd that begin with /upr/simulated/" in first.waiting
+    assert world.promoted(first, force=True) == "NOT_HEARD"
+    assert standing(first).row.epoch == 0
+    world.etcd.lose()
+    # As a new one under another name, too.
+    world.until(lambda: "no map" in first.waiting, 20, "told that there is none")
+    assert world.promoted(first) == ""
+    assert active(world) == [0]

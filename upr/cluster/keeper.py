@@ -217,11 +217,14 @@ class Keeper:
         # Of two that began at once, each may have found no key.
         await ownership.peers.check_alone(self._nodes().get(ownership.standing.directory, ""))
         self._see_whether_it_serves(ownership, row, now)
-        if row.serving:
-            await ownership.learned(row, row.epoch)
         if not self._catalog.replica_set and row.owner == ownership.standing.directory:
             # It was killed while it made the map.
             self._catalog.join(self._map.replica_set)
+        if row.serving and self._catalog.replica_set:
+            await ownership.learned(row, row.epoch)
+        elif row.serving:
+            # Nothing is stored of a set that it has not joined: that may be given up.
+            ownership.joins = (row.owner, self._nodes().get(row.owner, ""))
         await self._act(ownership, row, now)
         if ownership.active:
             await self._keep_buckets(self._map, now)
@@ -290,11 +293,23 @@ class Keeper:
                     log.warning("this server claims", extra={"owner": who, "back": back})
                 self._claimed = row
                 await ownership.promote()
-        elif self._catalog.replica_set:
-            there = {ownership.standing.directory, *self._nodes()}
-            if there.isdisjoint(row.counted | {row.owner}):
-                # Nobody is there who would claim.
-                raise ownership.peers.not_heard(row.counted)
+        else:
+            self._check_there(ownership, row)
+
+    def _check_there(self, ownership: Ownership, row: Row) -> None:
+        """Raise where nobody is there who would claim."""
+        there = {ownership.standing.directory, *self._nodes()}
+        if not there.isdisjoint(row.counted | {row.owner}):
+            return
+        if self._catalog.replica_set:
+            raise ownership.peers.not_heard(row.counted)
+        raise UprError(
+            f"no counted server of the cluster {shown(self._place.name)} is there, so this new one can join none",
+            reason="NOT_HEARD",
+            hint="start them; if the whole cluster was given up, delete the keys in etcd that begin with"
+            f" {self._place.prefix.decode()}",
+            retriable=True,
+        )
 
     def _nodes(self) -> dict[str, str]:
         """Return HOST:PORT of the servers that have a key, by directory."""
@@ -368,13 +383,17 @@ class Keeper:
             force: also if it heard of an owner: an operator says that nobody was active after what it knows.
 
         Raises:
-            UprError: WRONG_REPLICA_SET, there is one of another set, which no order may claim.
+            UprError: WRONG_REPLICA_SET, there is one of another set, which no order may claim; NOT_HEARD, it is that of a
+                set that this new server cannot join.
         """
         if ownership.active:
             return
-        _, known = await self.rows.found()
+        found, known = await self.rows.found()
         if known is not None:
             self._check_set(known)
+            if not self._catalog.replica_set:
+                self._found = found
+                self._check_there(ownership, known.row)
             return
         standing = ownership.standing
         if force or not standing.epoch:

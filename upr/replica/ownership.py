@@ -74,6 +74,7 @@ class Ownership:
 
     Attributes:
         drained: whether it is not to become active, until it is restarted.
+        joins: directory and address of the server that one of no set is to follow, as the map of its cluster says.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Ownership:
         self._is_stepping_down = False
         self.waiting = ""
         self.drained = False
+        self.joins = ("", "")
         self._claiming = asyncio.Lock()
         # Held while buckets change their role: a promise waits for an activation, and sees it.
         self._changing = asyncio.Lock()
@@ -287,9 +289,11 @@ class Ownership:
             return
         if standing.promised > standing.row.epoch:
             return
-        if standing.row.epoch:
-            targets: tuple[str, ...] = tuple(filter(None, [self.owner_address()]))
-        else:
+        owner, address = standing.row.owner, self.owner_address()
+        if self.fencing is not None and not (self._catalog.replica_set and standing.row.epoch):
+            owner, address = self.joins
+        targets: tuple[str, ...] = (address,) if address else ()
+        if not standing.row.epoch and self.fencing is None:
             targets = self._config.replicate_from
         wanted = targets, self._config.anonymous
         if self._following is not None and self._following.done():
@@ -297,12 +301,12 @@ class Ownership:
                 log.error("following the owner failed", exc_info=error)
             self._following = None
         is_same = self._following is not None and wanted == self._followed
-        if is_same and self._follows(standing.row.owner):
+        if is_same and self._follows(owner):
             return
         await self.follow_nobody()
         # What is awaited may have let in a promise or a promotion.
         if targets and self.standing == standing and not (self.active or self._paused):
-            self._follow(targets, self._config.anonymous, standing.row.owner)
+            self._follow(targets, self._config.anonymous, owner)
 
     def _follows(self, directory: str) -> bool:
         """Return whether the server that is followed is this one; where any would do, it must be this one from now on."""
@@ -424,12 +428,13 @@ class Ownership:
                 return Promoted(self.standing.row)
             self.peers.check_taken(force=force)
             if not (self.active or self._catalog.replica_set):
+                way = "; without --replicate-from it is the first of a new set"
+                first = way if self.fencing is None else ""
                 # Also by force: consumers of the set would take its lack of buckets for their end.
                 raise UprError(
                     "this server has joined no set of servers yet, so there is nothing that it could serve",
                     reason="NOT_JOINED",
-                    hint="promote another one, or wait until this one has joined; without --replicate-from it is"
-                    " the first of a new set",
+                    hint=f"promote another one, or wait until this one has joined{first}",
                 )
             self.inventory.check_stores()
             basis = None if self.fencing is None else await self.fencing.basis(force=force)
