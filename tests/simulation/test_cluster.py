@@ -667,3 +667,26 @@ def test_a_new_server_says_that_a_cluster_is_given_up_and_stores_nothing_of_it(
     world.until(lambda: "no map" in first.waiting, 20, "told that there is none")
     assert world.promoted(first) == ""
     assert active(world) == [0]
+
+
+def test_an_old_copy_of_the_map_that_names_a_server_that_is_there_is_told(
+    world: ClusterWorld,
+) -> None:
+    """Nobody claims by it, and its owner is not active: only who was active last sets it right."""
+    first, second, third = world.servers
+    (old,) = world.etcd.values("/map")
+    world.order(second, takeover=True)
+    world.until(lambda: second.active and counted(world, by=1) == {0, 2}, 30, "taken over")
+    row = standing(second).row
+    world.until(lambda: standing(first).row == standing(third).row == row, 20, "known")
+    second.kill()
+    world.etcd.put_back(old)
+    for server in (first, third):
+        world.until(lambda s=server: "it is an old copy" in s.waiting, 20, "told")  # type: ignore[misc]
+    world.pass_time(5.0)
+    assert "it is an old copy" in first.waiting
+    assert active(world) == []
+    second.start()
+    world.settle()
+    world.check()
+    assert first.waiting == ""

@@ -19,6 +19,7 @@ from upr.cluster.etcd import Etcd
 from upr.cluster.map import Buckets, MapRows
 from upr.cluster.registry import Found, Map, Place, Registry, decode_node, encode_node
 from upr.config import ServerConfig
+from upr.replica.fencing import old_map
 from upr.replica.ownership import RESUME_SECONDS, Ownership
 from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.catalog import DEFAULT_BUCKET, Catalog
@@ -295,6 +296,16 @@ class Keeper:
                 await ownership.promote()
         else:
             self._check_there(ownership, row)
+            await self._check_newest(ownership.standing.row)
+
+    async def _check_newest(self, own: Row) -> None:
+        """Raise where the map is an old copy and who would set it right is not there: nobody claims by it."""
+        assert self._map is not None
+        if self._map.row.age < own.age and own.owner not in self._nodes():
+            # What was read may be old by now.
+            _, known = await self.rows.found()
+            if known is not None and known.row.age < own.age:
+                raise old_map(known.row, own)
 
     def _check_there(self, ownership: Ownership, row: Row) -> None:
         """Raise where nobody is there who would claim."""

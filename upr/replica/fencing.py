@@ -44,6 +44,17 @@ def is_released(row: Row, answers: Mapping[str, Answer]) -> bool:
     return row.previous is not None and row.previous.directory in {row.owner, *answers}
 
 
+def old_map(row: Row, known: Row) -> UprError:
+    """Return the error of a map whose row is older than the one that is known here."""
+    return UprError(
+        f"the map of the cluster has epoch {row.epoch}, revision {row.revision}, and here {known.epoch},"
+        f" {known.revision} are known: it is an old copy",
+        reason="OLD_MAP",
+        hint="start the server that was active last: it sets the map right; or 'upr-admin promote --force' goes on"
+        " without what only others have",
+    )
+
+
 class Rows(Protocol):
     """The map of a cluster, where the row of its set is changed by one at a time."""
 
@@ -258,13 +269,7 @@ class Fencing:
         if row.age < known.age and standing.owns and await self.rows.swap(row, known):
             return known
         if row.age < known.age and not force:
-            raise UprError(
-                f"the map of the cluster has epoch {row.epoch}, revision {row.revision}, and here {known.epoch},"
-                f" {known.revision} are known: it is an old copy",
-                reason="OLD_MAP",
-                hint="start the server that was active last: it sets the map right; or 'upr-admin promote --force' goes on"
-                " without what only others have",
-            )
+            raise old_map(row, known)
         return row
 
     async def ask_previous(self, claim: Claim) -> dict[str, Answer]:
