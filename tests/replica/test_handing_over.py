@@ -178,6 +178,19 @@ async def test_the_first_owner_follows_nobody_before_another_one_is_promoted(
 
 
 @pytest.mark.asyncio
+async def test_a_set_whose_servers_all_have_other_addresses_is_whole_again(start: Start) -> None:
+    old, replica = await start_set(start)
+    await replica.stop()
+    await old.stop()
+    moved = await start(data=old.catalog._directory.path)
+    again = await start(moved, data=replica.catalog._directory.path)
+    assert not {moved.target, again.target} & {old.target, replica.target}
+    await until(lambda: moved.ownership.active)
+    await until(lambda: again.ownership.in_step)
+    assert again.ownership.owner_address() == moved.target
+
+
+@pytest.mark.asyncio
 async def test_one_that_was_alone_and_told_to_follow_by_mistake_is_active_again_without_that(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -424,10 +424,11 @@ class Peers:
         self.forget()
 
     async def _meet_upstreams(self, standing: Standing) -> None:
-        """Have an owner ask servers that it was told to follow who they are, where that is not known.
+        """Ask servers that this one was told to follow who they are, where that is not known.
 
-        No owner tells the replica of a replica of the set. Once it is promoted by force, it and another owner would never
-        hear of each other.
+        An owner does, because no owner tells the replica of a replica of the set: once it is promoted by force, it and
+        another owner would never hear of each other. And so does who does not reach the owner that it knows: that may
+        have another address by now.
         """
         known = self.addresses.keys() | {self._catalog.directory_id}
         there = self.addresses.values()
@@ -439,7 +440,8 @@ class Peers:
                 self._upstreams[address] = answer.member.directory
                 self.heard(answer.member)
 
-        if self._meets and standing.owns:
+        is_lost = standing.row.epoch > 0 and standing.row.owner not in self.met
+        if self._meets and (standing.owns or is_lost):
             await asyncio.gather(*map(meet, unknown))
 
     async def reach(self, directories: Iterable[str]) -> dict[str, Met]:
