@@ -414,6 +414,33 @@ async def test_clients_are_told_of_no_more_servers_than_they_keep(ownership: Own
 
 
 @pytest.mark.asyncio
+async def test_what_a_server_waits_for_is_logged_once_for_each_reason(
+    ownership: Ownership, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The words name another server of etcd each time."""
+    caplog.set_level("INFO", "upr.replica.ownership")
+    ends = [UnavailableError(f"etcd at {n}: no answer in time") for n in range(3)]
+    errors = iter([*ends, OSError("full"), OSError("full too"), ends[0], None, None])
+    done = asyncio.Event()
+
+    async def one_round() -> None:
+        error = next(errors, done)
+        if error is done:
+            done.set()
+        elif isinstance(error, Exception):
+            raise error
+
+    monkeypatch.setattr(ownership, "_round", one_round)
+    monkeypatch.setattr("upr.replica.ownership.MEET_SECONDS", 0)
+    running = asyncio.create_task(ownership.run())
+    async with asyncio.timeout(WAIT_SECONDS):
+        await done.wait()
+    running.cancel()
+    told = [getattr(one, "waiting", "") for one in caplog.records]
+    assert told == [str(ends[0]), "full", str(ends[0]), ""]
+
+
+@pytest.mark.asyncio
 async def test_a_grant_of_another_server_at_its_address_is_none(
     ownership: Ownership, monkeypatch: pytest.MonkeyPatch
 ) -> None:

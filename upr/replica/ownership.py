@@ -99,7 +99,7 @@ class Ownership:
         self._fences = 0
         self.active = not catalog.replica
         self._is_stepping_down = False
-        self.waiting = ""
+        self.waiting = self._waits_for = ""
         self.drained = False
         self.joins = ("", "")
         self._claiming = asyncio.Lock()
@@ -738,7 +738,7 @@ class Ownership:
         """Be active: the buckets are. A higher epoch that was met while they became so ends it at once."""
         self.active, self._catalog.replica = True, False
         self.inventory.serving = self.standing.row.epoch
-        self._wait_for("")
+        self._wait_for(None)
         self._catalog.listed = None
         if self.fencing is not None:
             self.fencing.begin(self.standing.row, resumed=resumed)
@@ -759,20 +759,24 @@ class Ownership:
                 try:
                     await self._round()
                 except (UprError, OSError, lmdb.Error) as error:
-                    self._wait_for(str(error))
+                    self._wait_for(error)
                 else:
                     # What ended an attempt to take the ownership back goes on until the next one.
                     if self.active or not self._has_just_tried:
-                        self._wait_for("")
+                        self._wait_for(None)
                 await asyncio.sleep(MEET_SECONDS)
         finally:
             await self.follow_nobody()
 
-    def _wait_for(self, words: str) -> None:
-        before, self.waiting = self.waiting, words
-        if words not in ("", before):
-            log.warning("this server waits", extra={"active": self.active, "waiting": words})
-        elif before and not words:
+    def _wait_for(self, error: Exception | None) -> None:
+        """Remember what it waits for; the log has it once for each reason, as the words vary."""
+        reason = error.reason if isinstance(error, UprError) else type(error).__name__
+        before, self._waits_for = self._waits_for, "" if error is None else reason
+        self.waiting = "" if error is None else str(error)
+        if self._waits_for not in ("", before):
+            told = {"active": self.active, "waiting": self.waiting}
+            log.warning("this server waits", extra=told)
+        elif before and error is None:
             log.info("this server waits no more", extra={"active": self.active})
 
     @property
