@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from upr_cli_kit.contexts import CONTEXT_FIELDS, chosen
-from upr_protocol.errors import InvalidArgumentError, UnavailableError
+from upr_protocol.errors import InvalidArgumentError, UnavailableError, UprError
 from upr_protocol.failover import check_seqno, parse_failover_id
 from upr_protocol.limits import ADMIN_SOCKET, bounded_number, parse_partitions
 
@@ -223,6 +223,22 @@ def open_client(target: str, **options: Any) -> "Client":
     from upr_client import Client
 
     return Client(target, **login().options, **options)
+
+
+def check_of_target(address: str, target: str, what: str, hint: str) -> None:
+    """Raise where a server names an address that ``target`` does not, and credentials would go there.
+
+    Args:
+        what: who is said to be there.
+    """
+    from upr_client.endpoints import endpoints_of
+
+    if login().is_secret and address not in endpoints_of(target):
+        raise UprError(
+            f"{what} is said to be {address}, which --target does not name; credentials go nowhere else",
+            reason="NOT_OF_TARGET",
+            hint=hint,
+        )
 
 
 def target_option(function: _F) -> _F:

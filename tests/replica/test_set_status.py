@@ -124,3 +124,33 @@ def test_what_a_forced_promotion_gives_up_is_told_for_each_partition(
         "warning: bucket default, partition 3: 30 mutations above 20 may be lost",
         "warning: bucket orders, partition 7: mutations up to 50 may be lost",
     ]
+
+
+@pytest.mark.parametrize(
+    ("targets", "token", "is_sent"),
+    [
+        ("10.0.0.1:1", True, False),
+        ("10.0.0.1:1,10.0.0.2:2", True, True),
+        ("10.0.0.1:1", False, True),
+    ],
+)
+def test_a_drain_shows_its_token_to_no_server_that_the_target_does_not_name(
+    monkeypatch: pytest.MonkeyPatch, targets: str, token: bool, is_sent: bool
+) -> None:
+    asked = list[str]()
+
+    def opened(target: str) -> Any:
+        asked.append(target)
+        admin = SimpleNamespace(drain=lambda **_: "10.0.0.2:2", promote=lambda **_: None)
+        return contextlib.nullcontext(SimpleNamespace(admin=admin))
+
+    monkeypatch.setattr(topology, "open_client", opened)
+    if token:
+        monkeypatch.setenv("UPR_TOKEN", "upr_" + "a" * 43)
+    result = CliRunner().invoke(commands.main, ["drain", "--target", targets])
+    assert asked == [targets, "10.0.0.2:2"][: 1 + is_sent], result.output
+    if is_sent:
+        assert result.stdout == "drained: 10.0.0.1:1, 10.0.0.2:2 is active\n"
+    else:
+        assert "credentials go nowhere else" in result.stderr
+        assert "--target 10.0.0.1:1,10.0.0.2:2" in result.stderr

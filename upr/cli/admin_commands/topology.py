@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from upr_cli_kit.options import ADDRESS, client_option, login_options, open_client, target_option
+from upr_cli_kit.options import (
+    ADDRESS,
+    check_of_target,
+    client_option,
+    login_options,
+    open_client,
+    target_option,
+)
 from upr_cli_kit.output import (
     Group,
     columns,
@@ -174,14 +181,18 @@ def drain(undo: bool, seconds: float, target: str, as_json: bool) -> None:
     """Have the server at --target become active no more, before it is stopped for maintenance.
 
     If it is active, the counted server that lacks least takes over, without losing anything. If that fails, the server may
-    still be active: say it again. A restart undoes it too.
+    still be active: say it again. A restart undoes it too. Where a token is shown, --target names the other servers behind
+    the one that is drained: the token goes nowhere else.
     """
     with open_client(target) as client:
         successor = client.admin.drain(undo=undo)
+    first = target.partition(",")[0]
     if successor:
+        hint = f"{first} is drained and active: say it again with --target {first},{successor}, if that is one of yours"
+        check_of_target(successor, target, "who is to take over", f"{hint}, or --undo")
         with open_client(successor) as client:
             client.admin.promote(takeover=True, seconds=seconds)
-    text = f"undrained: {target}, it may become active" if undo else f"drained: {target}"
+    text = f"undrained: {first}, it may become active" if undo else f"drained: {first}"
     if successor:
         text += f", {successor} is active"
     print_result(as_json, {"drained": not undo, "successor": successor or None}, text)

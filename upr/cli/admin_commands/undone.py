@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import DirectoryPath, login, open_client, target_option
+from upr_cli_kit.options import DirectoryPath, check_of_target, login, open_client, target_option
 from upr_cli_kit.output import Group, columns, output_options, print_result
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import InvalidArgumentError, UprError
@@ -139,8 +139,6 @@ def _active_server(target: str) -> str:
     Raises:
         UprError: there is none, or it is none of the target, and credentials would go there.
     """
-    from upr_client.endpoints import endpoints_of
-
     asked = target
     for _ in range(_HOPS):
         with open_client(asked) as client:
@@ -148,12 +146,9 @@ def _active_server(target: str) -> str:
         if found.active and "," not in asked:
             return asked
         asked = next((one.address for one in found.members if one.active and one.address), target)
-        if login().is_secret and asked != target and asked not in endpoints_of(target):
-            raise UprError(
-                f"the active server is said to be {asked}, which --target does not name; credentials go nowhere else",
-                reason="NOT_OF_TARGET",
-                hint=f"give --target {asked} if that is one of yours",
-            )
+        if asked != target:
+            hint = f"give --target {asked} if that is one of yours"
+            check_of_target(asked, target, "the active server", hint)
     raise UprError(
         "no server of the target says that it is active",
         hint="upr-admin topology shows who is; give its address with --target",
