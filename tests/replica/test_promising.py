@@ -20,7 +20,7 @@ from upr.engine.partitions import ACTIVE, REPLICA
 from upr.replica.inventory import held_of
 from upr.replica.links import Channels, Links
 from upr.replica.ownership import Ownership
-from upr.replica.peers import Met, Peers, row_of_message
+from upr.replica.peers import UNMET_SECONDS, Met, Peers, row_of_message
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.storage.directory import DataDirectory
@@ -181,6 +181,56 @@ async def test_one_that_is_met_and_refuses_to_promise_is_told_once_and_named_wit
     peers.drop(one.directory)
     assert not peers._failed
     assert not peers._refusals
+
+
+@pytest.mark.asyncio
+async def test_two_servers_at_one_address_are_told_once(
+    ownership: Ownership, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers, one, other = ownership.peers, member(1), member(2)
+    answering = other
+
+    async def meet(*_: object, **__: object) -> wire.MeetResponse:
+        return wire.MeetResponse(member=answering)
+
+    monkeypatch.setattr(peers, "_meets", True)
+    monkeypatch.setattr(peers, "_stub", lambda _: SimpleNamespace(Meet=meet))
+    peers.heard(one)
+    for _ in range(2):
+        assert await peers.reach([one.directory]) == {}
+    (told,) = caplog.records
+    assert f"{other.directory}' answers there, and not {one.directory}" in told.error  # type: ignore[attr-defined]
+    assert "two advertise that address" in peers.not_heard([one.directory]).message
+    answering = one
+    assert (await peers.reach([one.directory])).keys() == {one.directory}
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_follows_and_cannot_be_met_is_told_once(
+    ownership: Ownership, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "upr.replica.peers")
+    others, now = Others(monkeypatch, ownership), 100.0
+    monkeypatch.setattr("upr.replica.peers.time.monotonic", lambda: now)
+    peers, one = others.peers, member(1)
+    others.errors["Meet"] = UnavailableError("no certificate fits")
+    options = SimpleNamespace(
+        is_replica=True, consumer="replica", directory=one.directory, address=one.address
+    )
+    host = SimpleNamespace(bucket=SimpleNamespace(followers=[SimpleNamespace(options=options)]))
+    row = replace(CLAIM, owner=ownership.standing.directory, serving=True)
+    owns = replace(ownership.standing, row=row)
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "hosts", [host])
+        for seconds in (0.0, UNMET_SECONDS, 1.0, 50.0):
+            now += seconds
+            await peers.meet_all(owns)
+    (told,) = caplog.records
+    assert (told.who, told.error) == (one.address, "no certificate fits")  # type: ignore[attr-defined]
+    others.errors.clear()
+    await peers.meet_all(owns)
+    await peers.meet_all(owns)
+    assert [one.levelname for one in caplog.records] == ["WARNING", "INFO"]
 
 
 @pytest.mark.asyncio

@@ -41,6 +41,8 @@ LOOK_SECONDS = 1.0
 """Longest wait for who is at an address: who asks for a server's word meanwhile waits for that too."""
 PROMISE_SECONDS = 10.0
 """Longest wait for a promise, which needs what was written there on disk."""
+UNMET_SECONDS = 10.0
+"""Time after which it is told that a server follows and cannot be met: it is never counted."""
 
 
 def row_to_message(row: Row) -> wire.OwnerRow:
@@ -170,6 +172,10 @@ class Peers:
         # By directory and call: what the log has, and what is refused.
         self._failed: dict[str, dict[str, str]] = {}
         self._refusals: dict[str, dict[str, str]] = {}
+        # Why servers were not reached last; since when followers are not, and those of which that is told.
+        self._away: dict[str, str] = {}
+        self._unmet: dict[str, float] = {}
+        self._told_unmet: set[str] = set()
         self.addresses: dict[str, str] = dict(catalog.standing.addresses)
         self._seen: dict[str, float] = dict.fromkeys(self.addresses, time.monotonic())
         self.met: dict[str, Met] = {}
@@ -301,6 +307,7 @@ class Peers:
         self._failed.pop(directory, None)
         self._refusals.pop(directory, None)
         self._same.pop(directory, None)
+        self._away.pop(directory, None)
         if directory not in self.addresses:
             return
         log.info(
@@ -408,11 +415,13 @@ class Peers:
         return member.incarnation if member.directory == directory else None
 
     async def meet_all(self, standing: Standing) -> None:
+        following = set[str]()
         if standing.owns:
             # The replica of a replica is none of the owner's: it goes on following where it was told to.
             for host in self._catalog.hosts:
                 for options in (follower.options for follower in host.bucket.followers):
                     if options.is_replica and options.consumer:
+                        following.add(options.directory)
                         self.heard(
                             wire.SetMember(directory=options.directory, address=options.address)
                         )
@@ -421,7 +430,25 @@ class Peers:
         self.met, _ = await asyncio.gather(*meeting)
         for directory in self.met:
             self._saw(directory)
+        self._tell_unmet(following)
         self.forget()
+
+    def _tell_unmet(self, following: set[str]) -> None:
+        """Log once that a server follows and cannot be met, as its address is wrong or its files of TLS, and once that it can."""
+        now = time.monotonic()
+        known = following if self._meets and self._catalog.replica_set else set[str]()
+        self._unmet = {d: self._unmet.get(d, now) for d in known - self.met.keys()}
+        for directory, since in self._unmet.items():
+            is_told = directory in self._told_unmet or any(self._failed.get(directory, {}).values())
+            if now - since > UNMET_SECONDS and not is_told:
+                self._told_unmet.add(directory)
+                log.warning(
+                    "a server follows and cannot be reached where it says that it is",
+                    extra={"who": self.named(directory), "error": self._away.get(directory, "")},
+                )
+        for directory in self._told_unmet - self._unmet.keys():
+            self._told_unmet.discard(directory)
+            log.info("a server is reached, or follows no more", extra={"directory": directory})
 
     async def _meet_upstreams(self, standing: Standing) -> None:
         """Ask servers that this one was told to follow who they are, where that is not known.
@@ -477,7 +504,10 @@ class Peers:
         try:
             answer = await self._said(self.addresses[directory])
             if answer.member.directory != directory:
-                return None
+                raise UprError(
+                    f"directory {shown(answer.member.directory)} answers there, and not {directory}: another server took"
+                    " its place, or two advertise that address"
+                )
             self.heard_of(answer.members)
             row, held = row_of_message(answer.row), held_of_messages(answer.held)
         except (grpc.aio.AioRpcError, UprError) as error:
@@ -505,6 +535,7 @@ class Peers:
         if isinstance(error, UnavailableError):
             # It is not reached, which gRPC tells in ever other words.
             refusals.clear()
+            self._away[directory] = words
         elif error is not None:
             refusals[call] = words
         else:
