@@ -565,7 +565,7 @@ class SetMember:
         drained: whether it is not to become active.
         epoch: the highest that it knew when it was last asked; 0 of a server that tells it not.
         claiming: whether it was about to become active then.
-        has_key: in a cluster, whether etcd has its key, which says that it runs.
+        has_key: in a cluster, whether etcd had its key, which says that it runs, when it answered last: ``SetPart.etcd_seconds``.
         grant_seconds: of a counted one, how long its grant still holds at a cluster's owner, which alone knows it.
     """
 

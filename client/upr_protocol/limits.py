@@ -212,6 +212,8 @@ BUCKETS_MAX: Final = 32
 """Buckets of one server: each has a journal, a store and threads of its own."""
 SET_MEMBERS_MAX: Final = 64
 """Servers of a set that one of them knows; further ones are not counted, and not met."""
+ETCD_STALE_SECONDS: Final = 10.0
+"""Age of what a server read of etcd above which it says nothing of now."""
 DROPPED_MAX: Final = 256
 """Dropped buckets that the map of a cluster remembers; the oldest are forgotten."""
 MEMBER_SECONDS: Final = 3600.0

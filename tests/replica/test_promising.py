@@ -17,10 +17,11 @@ from tests.engine.buckets import bucket
 from tests.harness import WAIT_SECONDS
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, REPLICA
-from upr.replica.inventory import held_of
+from upr.replica.inventory import Promoted, held_of
 from upr.replica.links import Channels, Links
 from upr.replica.ownership import Ownership
 from upr.replica.peers import UNMET_SECONDS, Met, Peers, row_of_message
+from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.storage.directory import DataDirectory
@@ -511,3 +512,38 @@ def test_what_is_held_is_of_the_epoch_of_its_last_row_and_not_of_the_log() -> No
     one.markers.seqno[3] = 5
     held = held_of(cast(BucketService, SimpleNamespace(bucket=one, upstream_state=None)))[3]
     assert (held["epoch"], held["id"], held["marker"]) == (3, 2, 5)
+
+
+@pytest.mark.asyncio
+async def test_a_forced_promotion_that_fails_leaves_a_server_drained(
+    ownership: Ownership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = ReplicaMethods(ownership._catalog, ownership._config, lambda: "127.0.0.1:2")
+    methods._ownership.drained = True
+
+    async def fails(**_: bool) -> Promoted:
+        raise UnavailableError("not now")
+
+    async def works(**_: bool) -> Promoted:
+        return Promoted(CLAIM)
+
+    monkeypatch.setattr(methods._ownership, "promote", fails)
+    with pytest.raises(UnavailableError):
+        await methods._promoted(force=True, takeover=False)
+    assert methods._ownership.drained
+    monkeypatch.setattr(methods._ownership, "promote", works)
+    await methods._promoted(force=True, takeover=False)
+    assert not methods._ownership.drained
+
+
+@pytest.mark.asyncio
+async def test_an_owner_without_grants_says_so_and_takes_no_writes(
+    ownership: Ownership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = ownership._catalog
+    catalog.replica = False
+    catalog.check_active()
+    monkeypatch.setattr(catalog, "may_serve", lambda: False)
+    with pytest.raises(PartitionNotActiveError, match="no counted server grants it") as refused:
+        catalog.check_active()
+    assert refused.value.retriable

@@ -154,3 +154,13 @@ def test_a_drain_shows_its_token_to_no_server_that_the_target_does_not_name(
     else:
         assert "credentials go nowhere else" in result.stderr
         assert "--target 10.0.0.1:1,10.0.0.2:2" in result.stderr
+
+
+@pytest.mark.parametrize(("seconds", "key"), [(2.0, "yes"), (11.0, "-")])
+def test_what_etcd_said_long_ago_is_not_told_as_of_now(seconds: float, key: str) -> None:
+    member: Any = SimpleNamespace(
+        address="a", directory=A, state="away", counted=True, in_step=False, epoch=0, lag=0,
+        reached=False, grant_seconds=0.0, has_key=True,
+    )  # fmt: skip
+    found: Any = SimpleNamespace(active=True, part=SimpleNamespace(etcd_seconds=seconds))
+    assert topology._row(member, found, True)[-1] == key

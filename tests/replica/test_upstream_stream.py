@@ -553,3 +553,9 @@ def test_a_server_that_has_the_address_of_another_is_not_followed_for_it() -> No
     with pytest.raises(UprError, match="has directory 'e'; must be f") as refused:
         replicating("f")._check(there)
     assert "upr-admin topology" in refused.value.hint
+
+
+def test_an_upstream_that_names_no_set_may_lack_a_role_of_the_token() -> None:
+    with pytest.raises(UprError, match="names no set of servers") as refused:
+        replicating("")._check(admin.ListBucketsResponse(directory="e"))
+    assert "role replicate" in refused.value.hint

@@ -30,6 +30,7 @@ from upr_protocol.errors import (
     UprError,
     shown,
 )
+from upr_protocol.limits import ETCD_STALE_SECONDS
 from upr_protocol.ownership import GRANT_SECONDS, Row, first_row
 from upr_protocol.wire.v1.replica_service_pb2 import SetMember
 
@@ -45,8 +46,6 @@ TURN_SECONDS = 1.0
 """Time that each further counted server waits before it claims."""
 VAIN_SECONDS = 10.0
 """Time after which others claim where nobody served: who claimed cannot end it."""
-STALE_SECONDS = 10.0
-"""Age of what was read of etcd above which it counts no more."""
 _AWAY_HINT = "who is active goes on; until etcd answers nobody else becomes that, and nobody is counted or taken out"
 
 
@@ -204,7 +203,7 @@ class Keeper:
 
     async def _look(self, ownership: Ownership) -> None:
         now = asyncio.get_running_loop().time()
-        if self._found is None or now - self._read_at > STALE_SECONDS or ownership.claiming:
+        if self._found is None or now - self._read_at > ETCD_STALE_SECONDS or ownership.claiming:
             return
         if self._map is None:
             await self._begin(ownership)

@@ -179,10 +179,14 @@ class ReplicaMethods:
                 reason="DRAINED",
                 hint="'upr-admin drain --undo' ends that, and so does a restart",
             )
-        self._ownership.drained = False
         if self._cluster is not None and not takeover:
             await self._cluster.begin(self._ownership, force=force)
-        return await self._ownership.promote(force=force, takeover=takeover)
+        done = await self._ownership.promote(force=force, takeover=takeover)
+        if self._ownership.drained:
+            # One that failed leaves it as it was.
+            self._ownership.drained = False
+            log.warning("drain", extra={"undo": True})
+        return done
 
     async def Drain(self, request: wire.DrainRequest, context: Context) -> wire.DrainResponse:
         """Become active no more, or perhaps again; return who is to be instead."""

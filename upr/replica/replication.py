@@ -186,7 +186,8 @@ class Replication:
             words = f"the server there has directory {shown(answer.directory)}; must be {self.directory}"
             hint = "'upr-admin topology' shows where the servers of the set are"
         elif not theirs:
-            words = "the upstream has not joined a set of servers yet"
+            words = "the upstream names no set of servers"
+            hint = "it has joined none yet, or the token that it is shown (--peer-token-file) lacks the role replicate for all buckets"
         elif own and own != theirs:
             words = f"the upstream belongs to the set of servers {shown(theirs)}; this server to {own!r}"
         elif not own and any(host.bucket.partitions.high.any() for host in self._catalog.hosts):

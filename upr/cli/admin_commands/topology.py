@@ -25,6 +25,7 @@ from upr_cli_kit.output import (
 )
 from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import duration
+from upr_protocol.limits import ETCD_STALE_SECONDS
 
 if TYPE_CHECKING:
     from upr_client import Client
@@ -55,7 +56,7 @@ def show(target: str, as_json: bool) -> None:
     """Show who is active, who is counted, and who is behind, as far as the server knows.
 
     In a cluster "grant" is how long a server's grant still holds at its owner, and "in etcd" whether its key there says that
-    it runs.
+    it runs: - while etcd does not answer.
     """
     with open_client(target) as client:
         found = client.admin.topology()
@@ -104,7 +105,9 @@ def _row(member: "SetMember", found: "Topology", in_cluster: bool) -> tuple[obje
         member.lag if known else "-",
     )
     grant = f"{member.grant_seconds:.1f} s" if member.grant_seconds else "-"
-    return (*row, grant, "yes" if member.has_key else "no") if in_cluster else row
+    is_old = found.part is not None and found.part.etcd_seconds > ETCD_STALE_SECONDS
+    key = "-" if is_old else "yes" if member.has_key else "no"
+    return (*row, grant, key) if in_cluster else row
 
 
 @topology.command("forget")

@@ -84,6 +84,15 @@ def not_active(owner: str) -> PartitionNotActiveError:
     )
 
 
+def not_granted() -> PartitionNotActiveError:
+    """Return the refusal of an owner of a cluster whose grants have run out: another one may be the owner by now."""
+    return PartitionNotActiveError(
+        "this server is the active one of its set, and takes and answers nothing: no counted server grants it",
+        hint="start the counted servers, or mend the links to them and to etcd; 'upr-admin topology' shows them",
+        retriable=True,
+    )
+
+
 def _unknown(why: str) -> UnknownOutcomeError:
     return UnknownOutcomeError(
         why,
@@ -536,7 +545,7 @@ class BucketService:
                     if term != self.bucket.copies.term:
                         return
         except TimeoutError:
-            raise not_active("") from None
+            raise not_granted() from None
 
     def _check_quota(self, block: Block, pending: int) -> None:
         if not self.disk.quota.exceeded(pending):

@@ -24,6 +24,7 @@ from upr.service.buckets.bucket_service import (
     BucketService,
     new_id,
     not_active,
+    not_granted,
 )
 from upr.service.buckets.keepers import finish_even_if_cancelled
 from upr.service.buckets.room import DiskRoom, WaitingRoom
@@ -382,7 +383,7 @@ class Catalog:
     def check_active(self) -> None:
         """Raise PartitionNotActiveError, which names the active server, where this one is not: clients go there."""
         if not (self.replica or self.may_serve()):
-            raise not_active("")
+            raise not_granted()
         if self.replica:
             upstream = self._config.replicate_from
             # A replica that nobody meets knows this one server, which names the active one if it is another.

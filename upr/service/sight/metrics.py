@@ -255,7 +255,8 @@ class Metrics:
         process, catalog = self._process, self._catalog
         page.gauge("upr_build_info", "Version of the server.", 1, version=__version__)
         page.gauge("upr_ready", "Whether /readyz says so.", self._ready())
-        page.gauge("upr_active", "Whether the server takes writes.", not catalog.replica)
+        serves = not catalog.replica and catalog.may_serve()
+        page.gauge("upr_active", "Whether the server takes writes.", serves)
         page.gauge("upr_epoch", "Epoch of the set of servers.", catalog.standing.standing.epoch)
         page.gauge("upr_damaged_buckets", "Buckets that could not be opened.", len(catalog.damaged))
         self._add_part(page)

@@ -965,7 +965,9 @@ function drawServers() {
     const lag = owns || !one.reached || !(status.active || directory === own) ? "" : count(Number(one.lag));
     const inStep = one.reached ? (one.in_step ? "\u2713 yes" : "\u2715 no") : "\u2715 does not answer";
     const grant = one.grant_seconds && directory !== own ? duration(one.grant_seconds) : "";
-    cells(row, directory === own ? `${name} (this one)` : name, role, inStep, lag, Number(one.epoch) ? one.epoch : "", grant, one.has_key ? "\u2713 yes" : "\u2715 no");
+    // What was read longer ago says nothing of now.
+    const key = part?.etcd_seconds > 10 ? "" : one.has_key ? "\u2713 yes" : "\u2715 no";
+    cells(row, directory === own ? `${name} (this one)` : name, role, inStep, lag, Number(one.epoch) ? one.epoch : "", grant, key);
     row.classList.toggle("bad", !one.reached || !one.in_step);
   });
   drawCluster(part);
