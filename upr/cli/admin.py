@@ -201,7 +201,7 @@ add_examples(
         "restore-copy": ("restore-copy /srv/copy-of-upr",),
         "status": ("status", "status --data /var/lib/upr --watch 2"),
         "storage": ("storage --bucket orders",),
-        "drain": ("drain --target db1:7711", "drain --target db1:7711 --undo --json"),
+        "drain": ("drain --target db1:7711,db2:7711", "drain --target db1:7711 --undo --json"),
         "takeover": ("takeover --to db2:7711",),
         "token": ("token list --tokens /etc/upr/identities",),
         "token add": (
