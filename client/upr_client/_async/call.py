@@ -428,7 +428,9 @@ class BucketHandle:
         try:
             answer = await self.connection.ask(method, request, seconds)
         except BucketGoneError as error:
-            of_object(error)
+            # Of a Get with a token it may be the token that is wrong, and the server says so.
+            if not getattr(request, "at_least", False):
+                of_object(error)
             raise
         self.version = answer.bucket_version
         return answer
