@@ -513,6 +513,8 @@ def test_a_drained_server_follows_no_owner_and_a_lost_map_is_made_by_who_serves(
 
     first, second, third = world.servers
     assert drained(second) == ""
+    # The others hear of it when they meet it next.
+    world.pass_time(1.0)
     assert drained(first) == third.host
     world.order(third, takeover=True)
     world.until(lambda: third.active and counted(world, by=2) == {0, 1}, 40, "taken over")
