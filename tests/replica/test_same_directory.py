@@ -1,5 +1,6 @@
 """Servers that run from copies of one data directory: the set takes one of them, and the others say so."""
 
+import secrets
 import shutil
 from contextlib import closing
 from dataclasses import replace
@@ -9,9 +10,10 @@ import pytest
 
 from tests.harness import until
 from tests.replica.members import Member, Start, joined, start_set
-from upr.replica.peers import Peers
+from upr.replica.peers import REFUSED_MAX, Peers
 from upr.storage.directory import DataDirectory
-from upr_protocol.errors import DataDirectoryError, UprError
+from upr_protocol.errors import DataDirectoryError, ProtocolError, UprError
+from upr_protocol.wire.v1.replica_service_pb2 import SetMember
 
 pytestmark = pytest.mark.asyncio
 
@@ -132,3 +134,38 @@ async def test_a_server_that_moved_is_taken_again(start: Start) -> None:
     own = moved.ownership.standing.directory
     await until(lambda: owner.ownership.peers.addresses[own] == moved.target)
     assert moved.ownership.peers.same_directory is None
+
+
+async def test_refused_servers_are_remembered_and_told_up_to_a_number(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, replica = await start_set(start)
+    peers = owner.ownership.peers
+    own = owner.ownership.standing.directory
+    for directory in (own, replica.ownership.standing.directory):
+        caplog.clear()
+        for _ in range(REFUSED_MAX + 3):
+            claimed = SetMember(
+                directory=directory, address="127.0.0.1:1", incarnation=secrets.token_hex(8)
+            )
+            with pytest.raises(UprError, match="are two"):
+                await peers.check_only(claimed)
+        assert len(peers._refused[directory]) == REFUSED_MAX
+        told = [one for one in caplog.records if "one data directory" in one.msg]
+        assert len(told) == REFUSED_MAX
+    with pytest.raises(ProtocolError, match="must be 16 hex digits"):
+        await peers.check_only(SetMember(directory=own, incarnation="x" * 2**20))
+
+
+async def test_who_meets_nobody_shows_its_token_at_no_address_that_a_caller_names(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await start()
+    peers, asked = server.ownership.peers, list[str]()
+    monkeypatch.setattr(peers, "_meets", False)
+    monkeypatch.setattr(type(peers._links), "open", lambda _, address: asked.append(address))
+    for _ in range(2):
+        await peers.check_only(
+            SetMember(directory="0" * 16, address="127.0.0.1:1", incarnation=secrets.token_hex(8))
+        )
+    assert not asked

@@ -43,6 +43,8 @@ PROMISE_SECONDS = 10.0
 """Longest wait for a promise, which needs what was written there on disk."""
 UNMET_SECONDS = 10.0
 """Time after which it is told that a server follows and cannot be met: it is never counted."""
+REFUSED_MAX = 16
+"""Refused servers of one directory that are remembered; the oldest are forgotten."""
 
 
 def row_to_message(row: Row) -> wire.OwnerRow:
@@ -166,7 +168,7 @@ class Peers:
         self._links = links
         # By directory: the one that is taken for its server, and the incarnations of others.
         self._taken: dict[str, wire.SetMember] = {}
-        self._refused: dict[str, set[str]] = {}
+        self._refused: dict[str, list[str]] = {}
         # That this one was refused: by the server that did so, "" for its key in etcd.
         self._same: dict[str, UprError] = {}
         # By directory and call: what the log has, and what is refused.
@@ -327,8 +329,9 @@ class Peers:
         for directory in self.addresses.keys() - self._needed():
             if self._seen[directory] < before:
                 self.drop(directory)
-        for directory in self._taken.keys() - self.addresses.keys():
-            self._taken.pop(directory)
+        known = self.addresses.keys() | {self._catalog.directory_id}
+        for directory in (self._taken.keys() | self._refused.keys()) - known:
+            self._taken.pop(directory, None)
             self._refused.pop(directory, None)
         self._channels.keep(self.addresses.values())
 
@@ -366,6 +369,7 @@ class Peers:
 
         Raises:
             UprError: SAME_DIRECTORY.
+            ProtocolError: the incarnation is none.
         """
         directory, incarnation = member.directory, member.incarnation
         is_own = directory == self._catalog.directory_id
@@ -373,17 +377,21 @@ class Peers:
         # Servers of before name no incarnation.
         if incarnation in ("", known.incarnation):
             return
+        if not HEX_ID.fullmatch(incarnation):
+            raise ProtocolError(f"an incarnation is {shown(incarnation)}; must be 16 hex digits")
         address = known.address or self.addresses.get(directory, "")
         if incarnation not in self._refused.get(directory, ()):
             there = known.incarnation if is_own else await self._at(address, directory)
             if there in (None, incarnation):
                 self._taken[directory] = member
                 return
-            self._refused.setdefault(directory, set()).add(incarnation)
-            log.warning(
-                "two servers run with one data directory: the second is refused",
-                extra={"directory": directory, "first": address, "second": member.address},
-            )
+            refused = self._refused.setdefault(directory, [])
+            if len(refused) < REFUSED_MAX:
+                log.warning(
+                    "two servers run with one data directory: the second is refused",
+                    extra={"directory": directory, "first": address, "second": member.address},
+                )
+            refused[:] = [*refused, incarnation][-REFUSED_MAX:]
         raise _same_directory(directory, address)
 
     async def check_alone(self, address: str) -> None:
@@ -401,8 +409,11 @@ class Peers:
         raise error
 
     async def _at(self, address: str, directory: str) -> str | None:
-        """Return the incarnation of a server at an address; None if none with the directory answers there."""
-        if not address:
+        """Return the incarnation of a server at an address; None if none with the directory answers there.
+
+        Who meets nobody asks nobody: any caller could name the address, and would be shown this server's token.
+        """
+        if not (address and self._meets):
             return None
         request = wire.MeetRequest(replica_set=self._catalog.replica_set)
         try:

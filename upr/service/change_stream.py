@@ -353,8 +353,8 @@ class ChangeStreamMethods:
             self._catalog.check_reachable()
             await self._catalog.check_only(
                 SetMember(
-                    directory=opening.directory,
-                    address=opening.address,
+                    directory=options.directory,
+                    address=options.address,
                     incarnation=opening.incarnation,
                 )
             )
