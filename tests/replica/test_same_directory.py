@@ -1,15 +1,19 @@
 """Servers that run from copies of one data directory: the set takes one of them, and the others say so."""
 
+import asyncio
 import secrets
 import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from tests.harness import until
 from tests.replica.members import Member, Start, joined, start_set
+from upr.cluster.keeper import Keeper
+from upr.cluster.registry import Found, Map, Place, Registry
 from upr.replica.peers import REFUSED_MAX, Peers
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import DataDirectoryError, ProtocolError, UprError
@@ -169,3 +173,22 @@ async def test_who_meets_nobody_shows_its_token_at_no_address_that_a_caller_name
             SetMember(directory="0" * 16, address="127.0.0.1:1", incarnation=secrets.token_hex(8))
         )
     assert not asked
+
+
+async def test_a_server_goes_on_when_the_map_is_deleted_while_it_looks(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, replica = await start_set(start)
+    place = Place.parse("etcd://127.0.0.1:1/x")
+    keeper = Keeper(replica.catalog, cast(Registry, None), place, lambda: replica.target)
+    keeper._read_at = asyncio.get_running_loop().time()
+    keeper._found = Found({}, 1)
+    keeper._map = Map(replica.catalog.replica_set, replica.ownership.standing.row)
+
+    async def deleted(self: Peers, address: str) -> None:
+        keeper._map = None
+
+    monkeypatch.setattr(Peers, "check_alone", deleted)
+    # What it raised but UprError would end the part that the server takes in its cluster.
+    await keeper._look(replica.ownership)
+    assert keeper._map is None

@@ -205,11 +205,13 @@ class Keeper:
         now = asyncio.get_running_loop().time()
         if self._found is None or now - self._read_at > ETCD_STALE_SECONDS or ownership.claiming:
             return
-        if self._map is None:
+        # What is awaited lets in a reading in which the map may be gone.
+        known = self._map
+        if known is None:
             await self._begin(ownership)
             return
-        self._check_set(self._map)
-        row = self._map.row
+        self._check_set(known)
+        row = known.row
         ownership.peers.heard_of(
             SetMember(directory=directory, address=address)
             for directory, address in self._nodes().items()
@@ -219,7 +221,7 @@ class Keeper:
         self._see_whether_it_serves(ownership, row, now)
         if not self._catalog.replica_set and row.owner == ownership.standing.directory:
             # It was killed while it made the map.
-            self._catalog.join(self._map.replica_set)
+            self._catalog.join(known.replica_set)
         if row.serving and self._catalog.replica_set:
             await ownership.learned(row, row.epoch)
         elif row.serving:
@@ -227,7 +229,7 @@ class Keeper:
             ownership.joins = (row.owner, self._nodes().get(row.owner, ""))
         await self._act(ownership, row, now)
         if ownership.active:
-            await self._keep_buckets(self._map, now)
+            await self._keep_buckets(self._map or known, now)
         else:
             self.buckets.tell(None)
 
@@ -295,12 +297,11 @@ class Keeper:
                 await ownership.promote()
         else:
             self._check_there(ownership, row)
-            await self._check_newest(ownership.standing.row)
+            await self._check_newest(row, ownership.standing.row)
 
-    async def _check_newest(self, own: Row) -> None:
+    async def _check_newest(self, row: Row, own: Row) -> None:
         """Raise where the map is an old copy and who would set it right is not there: nobody claims by it."""
-        assert self._map is not None
-        if self._map.row.age < own.age and own.owner not in self._nodes():
+        if row.age < own.age and own.owner not in self._nodes():
             # What was read may be old by now.
             _, known = await self.rows.found()
             if known is not None and known.row.age < own.age:
