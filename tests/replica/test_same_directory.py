@@ -192,3 +192,24 @@ async def test_a_server_goes_on_when_the_map_is_deleted_while_it_looks(
     # What it raised but UprError would end the part that the server takes in its cluster.
     await keeper._look(replica.ownership)
     assert keeper._map is None
+
+
+async def test_a_clone_that_found_the_original_stays_refused_without_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await start()
+    peers = server.ownership.peers
+    there: list[str | None] = ["0" * 16]
+
+    async def found(self: Peers, address: str, directory: str) -> str | None:
+        return there[0]
+
+    monkeypatch.setattr(Peers, "_at", found)
+    with pytest.raises(UprError, match="are two"):
+        await peers.check_alone("127.0.0.1:1")
+    # The machine of the original is started again, which has what it acknowledged meanwhile.
+    there[0] = None
+    with pytest.raises(UprError, match="are two"):
+        await peers.check_alone("")
+    peers.check_taken(force=True)
+    await peers.check_alone("")

@@ -395,18 +395,20 @@ class Peers:
         raise _same_directory(directory, address)
 
     async def check_alone(self, address: str) -> None:
-        """Raise, and remember it, if another server with this one's directory answers at an address; "" for none.
+        """Raise if another server with this one's directory answers at an address; "" for none.
+
+        Once one did, also when it does not any more, until this server is restarted: it may lack what that one acknowledged,
+        which may come back.
 
         Raises:
             UprError: SAME_DIRECTORY.
         """
         own = self._catalog.directory_id
         there = None if address == self._address() else await self._at(address, own)
-        if there in (None, self._catalog.incarnation):
-            self._same.pop("", None)
-            return
-        self._same[""] = error = _same_directory(own, address)
-        raise error
+        if there not in (None, self._catalog.incarnation):
+            self._same[""] = _same_directory(own, address)
+        if (error := self._same.get("")) is not None:
+            raise error
 
     async def _at(self, address: str, directory: str) -> str | None:
         """Return the incarnation of a server at an address; None if none with the directory answers there.
