@@ -335,6 +335,30 @@ async def test_few_deletes_of_many_rows_are_reclaimed_where_they_have_much_below
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("size", [15_000, 50_000])
+@pytest.mark.parametrize("at_quota", [False, True])
+async def test_large_values_are_not_written_anew_for_counters_in_their_blocks(
+    folder: Path, size: int, at_quota: bool
+) -> None:
+    async with compacted_by_hand(folder) as host:
+        large, counters = (keys := some_keys(P, 50))[:20], keys[20:]
+        await flush(host, dict.fromkeys(large, bytes(size)) | dict.fromkeys(counters, b"0"))
+        assert await compact(host) == [50]
+        before = host.disk.counters.merge_output_bytes
+        for _ in range(10):
+            if at_quota:
+                host.compactor.reclaim()
+            await flush(host, dict.fromkeys(counters, b"1"))
+            await compact(host)
+        assert host.disk.counters.merge_output_bytes - before < 20 * size
+        # They go as soon as they are replaced themselves.
+        await flush(host, dict.fromkeys(large, b"small"))
+        host.compactor.reclaim()
+        assert sum(await compact(host)) < 10 * len(counters)
+        assert host.disk.store.used_bytes() < 20 * size
+
+
+@pytest.mark.asyncio
 async def test_a_range_for_which_there_is_no_room_takes_no_other_along(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

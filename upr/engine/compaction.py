@@ -52,7 +52,7 @@ ROOM_SHARE = 0.25
 NEW_ROWS_MIN = 16
 """Fewer new rows have no partition compacted for their number: a large value beside counters would be rewritten by each flush."""
 RECLAIM_FRACTION = 0.01
-"""Part of a range's rows that must be new for it to be rewritten without a look at what each of its values would free."""
+"""Part of a range's rows that must be new, and of its bytes that must be superseded, for it to be rewritten at a quota."""
 
 
 class Cost(NamedTuple):
@@ -261,6 +261,13 @@ def first_to_merge(costs: Sequence[Cost]) -> int | None:
         if cost.size <= behind and (i == 0 or len(costs) - i >= FAN_IN):
             return i
     return None
+
+
+def is_for_rows(tiers: Sequence[BlockRange]) -> bool:
+    """Return whether the stretches of a range are compacted for how many rows are new, though these have fewer bytes than
+    the oldest one."""
+    first, *later = _costs(tiers)
+    return first.size > sum([cost.size for cost in later])
 
 
 def costs_of(

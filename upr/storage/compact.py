@@ -730,9 +730,13 @@ class Examined:
     @property
     def saves(self) -> bool:
         """Whether older rows of keys have WORTH_FRACTION of the bytes."""
+        return self.loses(WORTH_FRACTION)
+
+    def loses(self, fraction: float) -> bool:
+        """Return whether older rows of keys have such a part of the bytes."""
         total = sum(head.size for head in self.heads)
         gone = sum(s * head.size for s, head in zip(self.lost, self.heads, strict=True))
-        return bool(gone >= WORTH_FRACTION * total)
+        return bool(gone >= fraction * total)
 
     def groups(self) -> list[range]:
         """Return the groups of neighbouring blocks to rewrite, oldest first."""

@@ -24,6 +24,8 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket
 from upr.engine.compaction import (
+    JOIN_BYTES,
+    RECLAIM_FRACTION,
     Backlog,
     Cost,
     Holder,
@@ -36,6 +38,7 @@ from upr.engine.compaction import (
     hardly_repeats,
     has_few_new,
     holders,
+    is_for_rows,
     plan_join,
     plan_merge,
     plan_reclaim,
@@ -57,6 +60,7 @@ from upr.storage.blocks import (
     stretches,
 )
 from upr.storage.compact import (
+    WORTH_FRACTION,
     Direct,
     Examined,
     Purge,
@@ -346,9 +350,17 @@ class Compactor:
             found := plan_merge(partition, heads, pinned, self.settled_of(partition, heads))
         ) is not None:
             # Blocks that are all joined if their keys are different are written anew either way.
-            if found.plain < HASHES_RANGE_BYTES or small_ones(found) == found:
+            if small_ones(found) == found:
+                return found
+            for_rows = found.plain >= JOIN_BYTES and is_for_rows(
+                stretches(partition, found.heads, self.settled_of(partition, heads))
+            )
+            if found.plain < HASHES_RANGE_BYTES and not for_rows:
                 return found
             repeats = self._repeats(found)
+            if repeats and for_rows and _is_direct(found):
+                # What is new has few bytes, and the hashes tell of whole blocks: one of large values may have a counter.
+                repeats = self._loses(found, WORTH_FRACTION)
             self._backlog.compared(partition, repeats=repeats)
             if repeats:
                 return found
@@ -374,7 +386,17 @@ class Compactor:
             return None
         if few or time.monotonic() >= self._reclaim_until:
             self._compared.add(partition)
+        elif _is_direct(found) and not self._loses(found, RECLAIM_FRACTION):
+            return None
         return found
+
+    def _loses(self, one: BlockRange, fraction: float) -> bool:
+        """Return whether older rows of keys have such a part of a small range's bytes."""
+        try:
+            return examine(one, self._store.blocks, None).loses(fraction)
+        except (RangeTooLargeError, DataDamagedError, CorruptBlockError):
+            # Compaction tells it.
+            return True
 
     def _repeats(self, one: BlockRange) -> bool:
         """Return whether compacting a range may save WORTH_FRACTION of its bytes, as its stored hashes tell."""
