@@ -432,8 +432,17 @@ class BucketHandle:
             if not getattr(request, "at_least", False):
                 of_object(error)
             raise
+        self.check_version(answer.bucket_version)
         self.version = answer.bucket_version
         return answer
+
+    def check_version(self, version: int) -> None:
+        """Raise BucketGoneError where a server answers of another bucket than the one that was used first."""
+        if self.version not in (0, version):
+            raise BucketGoneError(
+                f"bucket {self.name} was dropped and created again since it was used first",
+                hint=GONE_HINT,
+            )
 
 
 class Call:

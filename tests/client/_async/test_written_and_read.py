@@ -75,7 +75,10 @@ async def test_an_object_of_a_bucket_that_was_created_anew_stays_with_the_old_on
         await read.get(b"a")
         await client.admin.drop_bucket("b")
         await client.admin.create_bucket("b")
-        await client.bucket("b").set(b"a", b"new")
+        newer = await client.bucket("b").set(b"a", b"new")
+        for bucket in (wrote, read):
+            with pytest.raises(BucketGoneError, match="since it was used first"):
+                await bucket.get(b"a", at_least=newer)
         for bucket in (wrote, read, wrote, read):
             for use in (partial(bucket.get, b"a"), partial(bucket.set, b"b", b"1")):
                 with pytest.raises(BucketGoneError) as caught:
