@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.harness import wait_until
+from tests.proxy import Proxy
 from upr_client import Change, Client, Marker, MemoryPositions, Only, Rollback
 from upr_client.errors import UnavailableError, UnknownOutcomeError
 from upr_client.lowlevel import hello
@@ -111,6 +112,21 @@ def test_a_write_to_a_server_that_stands_still_ends_with_its_time(shared: Server
             shared.resume()
         bucket.set(b"c", b"1")
         assert bucket.get_many([b"a", b"c"]) == {b"a": b"1", b"c": b"1"}
+
+
+def test_a_large_write_over_a_slow_link_is_waited_for(shared: ServerProcess) -> None:
+    """Nothing else gets through behind it, and the server is well all the same."""
+    value = os.urandom(5_000_000)
+    with (
+        Proxy(shared.target) as proxy,
+        Client(proxy.target, connect_timeout=2, retry_seconds=1) as client,
+    ):
+        bucket = client.bucket()
+        bucket.set(b"a", b"1")
+        proxy.limit(500_000)
+        bucket.set(b"large", value)
+    with Client(shared.target) as client:
+        assert client.bucket().get(b"large") == value
 
 
 def test_several_side_by_side(shared: ServerProcess) -> None:

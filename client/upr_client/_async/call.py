@@ -359,16 +359,42 @@ class Connection:
         return None
 
     async def silent(self, stubs: Stubs, bucket: str) -> UprError | None:
-        """Ask a server for anything at all; if it says nothing within ``connect_timeout``, give it up and return an error."""
+        """Ask a server for anything at all; if it says nothing within ``connect_timeout``, give it up and return an error.
+
+        Half of the time it is asked over a connection of its own: behind a large write on a slow link nothing else gets
+        through.
+        """
         one = self.stubs(Route(Servers((stubs.endpoint,), only_given=True)))
         request = admin_pb2.GetPartitionsRequest(bucket=bucket, partitions=[0])
+        half = self.connect_timeout / 2
         try:
-            await self.ask(one.admin.GetPartitions, request, self.connect_timeout)
+            await self.ask(one.admin.GetPartitions, request, half)
         except UprError as error:
-            if error.reason == UnavailableError.default_reason:
-                await self.give_up(stubs)
-                return UnavailableError(f"{stubs.endpoint} says nothing", reason=SILENT_REASON)
-        return None
+            if error.reason != UnavailableError.default_reason:
+                return None
+        else:
+            return None
+        if await self._answers_anew(stubs.endpoint, request, half):
+            return None
+        await self.give_up(stubs)
+        return UnavailableError(f"{stubs.endpoint} says nothing", reason=SILENT_REASON)
+
+    async def _answers_anew(self, endpoint: str, request: Any, seconds: float) -> bool:
+        """Return whether a server answers a request over a new connection; a channel that was given is as it is."""
+        if self._given is not None:
+            channel = self._given
+        else:
+            options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+            channel = open_channel(endpoint, options, self._credentials)
+        try:
+            ask = AdminServiceStub(channel).GetPartitions
+            await ask(request, timeout=seconds, metadata=self.metadata())
+        except grpc.RpcError as error:
+            return call_error(error).reason != UnavailableError.default_reason
+        finally:
+            if channel is not self._given:
+                await channel.close()
+        return True
 
     async def give_up(self, stubs: Stubs) -> None:
         """The connection behind these stubs is dead though nothing says so: the next call makes another one.
