@@ -376,6 +376,12 @@ async def test_a_range_for_which_there_is_no_room_takes_no_other_along(
         with pytest.raises(NoRoomError):
             await host.compactor._merge([P, P + 1])
         assert [len(host.disk.store.heads(p)) for p in (P, P + 1)] == [2, 1]
+        # The trouble lasts while others are compacted.
+        await host.compactor._merge([P + 1])
+        assert host.compactor._without_room == {P}
+        monkeypatch.undo()
+        await host.compactor._merge([P])
+        assert not host.compactor._without_room
 
 
 @pytest.mark.asyncio

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -150,6 +150,9 @@ class Compactor:
         """The seqno through which each partition was reclaimed."""
         self._compared: set[int] = set()
         """Partitions whose range is not rewritten before its keys were compared, however small it is."""
+        self._looked = dict[int, int]()
+        """The seqno through which a look has reclaimed each partition."""
+        self._without_room: set[int] = set()
         self._stored_at_start = bucket.partitions.stored.copy()
         self.turn = asyncio.Lock()
         self.flushing: Callable[[], bool] = lambda: False
@@ -186,7 +189,7 @@ class Compactor:
         self._reclaiming.update(new)
         self.note(new)
 
-    def _look_again(self, partitions: Sequence[int]) -> None:
+    def _look_again(self, partitions: Collection[int]) -> None:
         """Have partitions looked at of which it is not known what is to be compacted."""
         for partition in partitions:
             self._backlog.unknown(partition)
@@ -228,12 +231,14 @@ class Compactor:
             try:
                 async with self.turn:
                     await self._merge(partitions)
-                self._disk.troubles.ends(Failing.MERGE)
+                if not self._without_room:
+                    self._disk.troubles.ends(Failing.MERGE)
             except (OSError, lmdb.Error, NoRoomError, MemoryError) as error:
                 self._disk.troubles.begins(Failing.MERGE, error)
                 if isinstance(error, lmdb.PanicError):
                     return
-                self._look_again(partitions)
+                lacks_room = isinstance(error, NoRoomError)
+                self._look_again(self._without_room if lacks_room else partitions)
                 await self.rest(_RETRY_SECONDS)
 
     @property
@@ -284,6 +289,7 @@ class Compactor:
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self._backlog.waiting.pop(partition, None)
             self._costs.pop(partition, None)
+            self._without_room.discard(partition)
             # Once: clients restart its streams again and again.
             if partition not in known:
                 known[partition] = error
@@ -298,6 +304,10 @@ class Compactor:
         # What was flushed meanwhile has them looked at again.
         waiting = self._backlog.waiting
         self._costs.update((p, found) for p, found in costs.items() if p not in waiting)
+        for partition, seqno in self._looked.items():
+            if partition not in waiting:
+                self._reclaimed[partition] = seqno
+        self._looked.clear()
         for partition in set(partitions).difference(one.partition for one in ranges):
             self._backlog.in_order(partition)
         crossed = [one.partition for one in ranges if self.crosses_pin(one)]
@@ -310,10 +320,12 @@ class Compactor:
         self._compared.clear()
         blocks = sum([len(one.heads) for one in small]) / max(len(small), 1)
         self._leisure = 1.0 if self._is_quiet else max(1.0 - blocks / HASTE_BLOCKS, 0.0)
-        refused = await self._merge_small(small) + await self._merge_all_large(large)
+        refused = await self._merge_small(small) | await self._merge_all_large(large)
         self.note(one.partition for one in ranges)
-        if refused:
-            raise refused[0]
+        self._without_room.difference_update(partitions)
+        self._without_room.update(refused)
+        for error in refused.values():
+            raise error
 
     def crosses_pin(self, one: BlockRange) -> bool:
         """Whether a range goes across a cut: one made since it was chosen, with a flush behind it."""
@@ -376,7 +388,7 @@ class Compactor:
     ) -> BlockRange | None:
         before = int(self._reclaimed[partition])
         found = plan_reclaim(partition, heads, pinned, before)
-        self._reclaimed[partition] = heads[-1].end if heads else 0
+        self._looked[partition] = heads[-1].end if heads else 0
         if found is None:
             return None
         oldest = stretches(partition, found.heads, self.settled_of(partition, heads))[0]
@@ -437,9 +449,9 @@ class Compactor:
 
     # Merging
 
-    async def _merge_small(self, ranges: Sequence[BlockRange]) -> list[NoRoomError]:
-        """Compact ranges in batches; one for which there is no room takes no other along."""
-        refused = []
+    async def _merge_small(self, ranges: Sequence[BlockRange]) -> dict[int, NoRoomError]:
+        """Compact ranges in batches; return the partitions for which there was no room, which take no others along."""
+        refused = {}
         batches = deque(_batches(ranges))
         while batches and not self.stopped:
             started, batch = time.monotonic(), batches.popleft()
@@ -448,19 +460,19 @@ class Compactor:
                     await self._merge_batch(batch)
             except NoRoomError as error:
                 if len(batch) == 1:
-                    refused.append(error)
+                    refused[batch[0].partition] = error
                 batches.extendleft([one] for one in batch[::-1] if len(batch) > 1)
             await self._rest_after(started)
         return refused
 
-    async def _merge_all_large(self, ranges: Sequence[BlockRange]) -> list[NoRoomError]:
-        refused = []
+    async def _merge_all_large(self, ranges: Sequence[BlockRange]) -> dict[int, NoRoomError]:
+        refused = {}
         for one in ranges:
             if not self.stopped:
                 try:
                     await self._merge_large(one)
                 except NoRoomError as error:
-                    refused.append(error)
+                    refused[one.partition] = error
         return refused
 
     async def _merge_batch(self, ranges: Sequence[BlockRange]) -> None:
