@@ -565,9 +565,7 @@ class GetStorageResponse(_message.Message):
     block_bytes: _builtins.int
     """Their bytes."""
     unmerged_bytes: _builtins.int
-    """The part of block_bytes that is not in the largest merged stretch of its partition: at most so much can be
-    superseded there.
-    """
+    """The part of block_bytes that is not in the largest merged stretch of its partition."""
     ingested_bytes: _builtins.int
     """Bytes that writers sent: columns of numbered blocks."""
     journalled_bytes: _builtins.int
