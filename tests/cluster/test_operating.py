@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.client.certificates import make_certificate
 from tests.cluster.clusters import go_on, owner_of, start_cluster, stop
 from tests.conftest import StartServer
 from tests.etcd import running_etcd
-from tests.harness import RunningServer
+from tests.harness import RunningServer, wait_until
 from tests.replica.sets import is_active, run, wait_for, wait_until_counted
 from upr.storage.directory import DataDirectory
 from upr_client import Client, UprError
@@ -34,6 +34,19 @@ def ran(*arguments: str) -> str:
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     return str(done.output)
+
+
+def drained(server: RunningServer) -> Any:
+    """Drain a server, and return what is told; say it again where who is to take over is a moment behind."""
+    told: list[str] = []
+
+    def is_done() -> bool:
+        done = run("drain", "--json", "--target", server.target)
+        told.append(done.output)
+        return done.exit_code == 0
+
+    wait_until(is_done, lambda: told[-1])
+    return json.loads(told[-1])
 
 
 def done(call: Callable[[], T]) -> T:
@@ -73,7 +86,7 @@ def test_buckets_outlive_their_owner_and_stay_dropped(
             # On a busy machine it may be another one by now.
             second = owner_of(servers)
             wait_until_counted(servers, second)
-            told = json.loads(ran("drain", "--json", "--target", second.target))
+            told = drained(second)
             third = owner_of([server for server in servers if server is not second])
             assert told == {"drained": True, "successor": third.target}
             assert "drained" in ran("drain", "--target", second.target)
@@ -148,7 +161,7 @@ def test_a_cluster_without_a_bucket_changes_its_owner(
         with Client([server.target for server in servers]) as client:
             client.admin.drop_bucket("default")
             wait_for(lambda: not versions(second), "no bucket")
-            told = json.loads(ran("drain", "--json", "--target", first.target))
+            told = drained(first)
             assert told == {"drained": True, "successor": second.target}
             assert "may become active" in ran("drain", "--undo", "--target", first.target)
             wait_until_counted(servers, second)

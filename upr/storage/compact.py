@@ -727,11 +727,6 @@ class Examined:
     def horizon(self) -> int:
         return max(head.horizon for head in self.heads)
 
-    @property
-    def saves(self) -> bool:
-        """Whether older rows of keys have WORTH_FRACTION of the bytes."""
-        return self.loses(WORTH_FRACTION)
-
     def loses(self, fraction: float) -> bool:
         """Return whether older rows of keys have such a part of the bytes."""
         total = sum(head.size for head in self.heads)
@@ -762,7 +757,7 @@ class Examined:
             # A key's older rows must be dropped before its tombstone, however few they are.
             chosen = [not keep.all() for keep in self.keep]
         else:
-            saves = self.saves
+            saves = self.loses(WORTH_FRACTION)
             chosen = [saves and s >= BLOCK_FRACTION for s in self.lost]
         small = [head.plain < SMALL_BYTES for head in self.heads]
         for i in range(1, len(small)):

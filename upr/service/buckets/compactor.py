@@ -685,7 +685,7 @@ class Compactor:
                     result.purged = count
                 # The newest tombstone of a partition stays; the values that are under it need not.
                 elif (
-                    count >= worth * tombstones.rows or examined.saves
+                    count >= worth * tombstones.rows or examined.loses(WORTH_FRACTION)
                     if count
                     else examined.groups()
                 ):
