@@ -120,7 +120,7 @@ class ServerSource:
         # Without it a backup that comes late reads some partitions anew, and is as right.
         with suppress(UprError):
             self._admin.reset_consumer(
-                self._bucket, f"upr-backup-{self._repository.id}", at, create=True
+                self._bucket, f"{BACKUP_CUTS_NAME}{self._repository.id}", at, create=True
             )
 
 

@@ -38,7 +38,7 @@ from upr_client import Client
 from upr_client.lowlevel import hello
 from upr_client.types import Cut
 from upr_protocol.failover import parse_failover_id
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import BACKUP_CUTS_NAME, PARTITIONS
 
 
 def verify(
@@ -123,7 +123,7 @@ class AgainstServer:
         """
         found = Comparison(self._point.manifest.number)
         cut = self._admin.create_cut(
-            self._bucket, f"upr-backup-{secrets.token_hex(8)}", lease=LEASE_SECONDS
+            self._bucket, f"{BACKUP_CUTS_NAME}{secrets.token_hex(8)}", lease=LEASE_SECONDS
         )
         try:
             found.not_comparable = self._not_comparable(cut)
