@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from upr_client import backoff
-from upr_client._async.call import GONE_HINT, BucketHandle, Call, Stubs, of_object
+from upr_client._async.call import BucketHandle, Call, Stubs, of_object
 from upr_client._async.io import (
     Background,
     Cancelled,
@@ -39,7 +39,6 @@ from upr_client.writes import (
 )
 from upr_protocol.block import Block, check_row, check_value, check_values
 from upr_protocol.errors import (
-    BucketGoneError,
     ClosedError,
     InvalidArgumentError,
     OutOfOrderError,
@@ -533,12 +532,7 @@ class AsyncBlockWriter:
     def _on_opened(self, opened: kv_pb2.WriteOpened) -> None:
         # Also where only its object has read from the bucket before.
         if {self._version, self._bucket.version} - {0, opened.bucket_version}:
-            self._break_off(
-                BucketGoneError(
-                    f"bucket {self._bucket.name} was dropped and created again since it was used first",
-                    hint=GONE_HINT,
-                )
-            )
+            self._break_off(self._bucket.gone())
             return
         self._version = self._bucket.version = opened.bucket_version
         self._connection.learn(opened.servers)

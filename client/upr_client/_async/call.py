@@ -339,13 +339,11 @@ class Connection:
             The reason to go on at that one, which it names. None while this server says anything at all, so that a slow
             one is not left, and while no other says that it is active.
         """
-        request = admin_pb2.GetPartitionsRequest(bucket=bucket, partitions=[0])
         endpoints = dict.fromkeys((stubs.endpoint, *self.endpoints))
         for endpoint in endpoints if len(endpoints) > 1 else ():
-            other = self.stubs(Route(Servers((endpoint,), only_given=True)))
             error, is_active = None, False
             try:
-                told = await self.ask(other.admin.GetPartitions, request, _THERE_SECONDS)
+                told = await self._ask_there(endpoint, bucket, _THERE_SECONDS)
                 is_active = any(one.state == _ACTIVE for one in told.partitions)
             except UprError as failure:
                 error = failure
@@ -364,37 +362,33 @@ class Connection:
         Half of the time it is asked over a connection of its own: behind a large write on a slow link nothing else gets
         through.
         """
-        one = self.stubs(Route(Servers((stubs.endpoint,), only_given=True)))
-        request = admin_pb2.GetPartitionsRequest(bucket=bucket, partitions=[0])
         half = self.connect_timeout / 2
-        try:
-            await self.ask(one.admin.GetPartitions, request, half)
-        except UprError as error:
-            if error.reason != UnavailableError.default_reason:
-                return None
-        else:
-            return None
-        if await self._answers_anew(stubs.endpoint, request, half):
+        for ask in (self._ask_there, self._ask_anew):
+            try:
+                await ask(stubs.endpoint, bucket, half)
+            except UprError as error:
+                if error.reason == UnavailableError.default_reason:
+                    continue
             return None
         await self.give_up(stubs)
         return UnavailableError(f"{stubs.endpoint} says nothing", reason=SILENT_REASON)
 
-    async def _answers_anew(self, endpoint: str, request: Any, seconds: float) -> bool:
-        """Return whether a server answers a request over a new connection; a channel that was given is as it is."""
+    async def _ask_there(self, endpoint: str, bucket: str, seconds: float) -> Any:
+        """Ask one server for the state of a partition, which any server tells."""
+        one = self.stubs(Route(Servers((endpoint,), only_given=True)))
+        return await self.ask(one.admin.GetPartitions, _any_state(bucket), seconds)
+
+    async def _ask_anew(self, endpoint: str, bucket: str, seconds: float) -> Any:
+        """As ``_ask_there``, over a new connection; a channel that was given is as it is."""
         if self._given is not None:
-            channel = self._given
-        else:
-            options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
-            channel = open_channel(endpoint, options, self._credentials)
+            return await self._ask_there(endpoint, bucket, seconds)
+        options = [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+        channel = open_channel(endpoint, options, self._credentials)
+        method = partial(AdminServiceStub(channel).GetPartitions, metadata=self.metadata())
         try:
-            ask = AdminServiceStub(channel).GetPartitions
-            await ask(request, timeout=seconds, metadata=self.metadata())
-        except grpc.RpcError as error:
-            return call_error(error).reason != UnavailableError.default_reason
+            return await self.ask(method, _any_state(bucket), seconds)
         finally:
-            if channel is not self._given:
-                await channel.close()
-        return True
+            await channel.close()
 
     async def give_up(self, stubs: Stubs) -> None:
         """The connection behind these stubs is dead though nothing says so: the next call makes another one.
@@ -429,13 +423,17 @@ class _Service:
         return partial(self._connection.unary, self._route, self._number, name)
 
 
-GONE_HINT: Final = "ask the client for the bucket again, to use the new one"
+def _any_state(bucket: str) -> admin_pb2.GetPartitionsRequest:
+    return admin_pb2.GetPartitionsRequest(bucket=bucket, partitions=[0])
+
+
+_GONE_HINT: Final = "ask the client for the bucket again, to use the new one"
 
 
 def of_object(error: UprError) -> UprError:
     """Return the error with the hint for whoever uses a bucket object; that of the server is for followers."""
     if isinstance(error, BucketGoneError):
-        error.hint = GONE_HINT
+        error.hint = _GONE_HINT
     return error
 
 
@@ -458,17 +456,17 @@ class BucketHandle:
             if not getattr(request, "at_least", False):
                 of_object(error)
             raise
-        self.check_version(answer.bucket_version)
+        if self.version not in (0, answer.bucket_version):
+            raise self.gone()
         self.version = answer.bucket_version
         return answer
 
-    def check_version(self, version: int) -> None:
-        """Raise BucketGoneError where a server answers of another bucket than the one that was used first."""
-        if self.version not in (0, version):
-            raise BucketGoneError(
-                f"bucket {self.name} was dropped and created again since it was used first",
-                hint=GONE_HINT,
-            )
+    def gone(self) -> BucketGoneError:
+        """Return the error of a server that answers of another bucket than the one that was used first."""
+        return BucketGoneError(
+            f"bucket {self.name} was dropped and created again since it was used first",
+            hint=_GONE_HINT,
+        )
 
 
 class Call:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from upr_client import backoff
-from upr_client._sync.call import GONE_HINT, BucketHandle, Call, Stubs, of_object
+from upr_client._sync.call import BucketHandle, Call, Stubs, of_object
 from upr_client._sync.io import (
     Background,
     Cancelled,
@@ -40,7 +40,6 @@ from upr_client.writes import (
 )
 from upr_protocol.block import Block, check_row, check_value, check_values
 from upr_protocol.errors import (
-    BucketGoneError,
     ClosedError,
     InvalidArgumentError,
     OutOfOrderError,
@@ -534,12 +533,7 @@ class BlockWriter:
     def _on_opened(self, opened: kv_pb2.WriteOpened) -> None:
         # Also where only its object has read from the bucket before.
         if {self._version, self._bucket.version} - {0, opened.bucket_version}:
-            self._break_off(
-                BucketGoneError(
-                    f"bucket {self._bucket.name} was dropped and created again since it was used first",
-                    hint=GONE_HINT,
-                )
-            )
+            self._break_off(self._bucket.gone())
             return
         self._version = self._bucket.version = opened.bucket_version
         self._connection.learn(opened.servers)
