@@ -104,9 +104,7 @@ class CountedReplicas:
     def _next_row(self, standing: Standing) -> Row:
         """Return the row with the replicas that are in step, or without this server when another has all that it had."""
         row, met, fencing = standing.row, self._peers.met, self._fencing
-        for directory, one in sorted(met.items()):
-            if not one.in_step or directory in row.counted or not self._peers.registered(directory):
-                continue
+        for directory in sorted(self._peers.countable - row.counted):
             if fencing is None or fencing.grants_lately(directory):
                 row = row.counting(directory)
         if row == standing.row and fencing is not None:

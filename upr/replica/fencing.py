@@ -134,7 +134,8 @@ class Fencing:
         try:
             while True:
                 self._asking = {d: task for d, task in self._asking.items() if not task.done()}
-                for directory in self._others() | self._candidates():
+                # Who would be counted if it gave grants is asked too.
+                for directory in self._others() | (self._peers.countable if self._owns else set()):
                     if directory not in self._asking:
                         self._asking[directory] = asyncio.create_task(self._ask(directory))
                 self._tell()
@@ -145,16 +146,11 @@ class Fencing:
 
     def _others(self) -> frozenset[str]:
         standing = self._catalog.standing.standing
-        owns = standing.owns and not self._catalog.replica
-        return standing.row.counted - {standing.directory} if owns else frozenset()
+        return standing.row.counted - {standing.directory} if self._owns else frozenset()
 
-    def _candidates(self) -> set[str]:
-        """Return the servers that an owner would count if they gave grants."""
-        if self._catalog.replica or not self._catalog.standing.standing.owns:
-            return set()
-        return {
-            d for d, one in self._peers.met.items() if one.in_step and self._peers.registered(d)
-        }
+    @property
+    def _owns(self) -> bool:
+        return self._catalog.standing.standing.owns and not self._catalog.replica
 
     def grants_lately(self, directory: str) -> bool:
         """Return whether a server gives this owner grants: one that does not would be counted in vain."""

@@ -345,6 +345,11 @@ class Peers:
         met = self.met.get(former)
         return met is not None and met.row.owner == former and not met.in_step
 
+    @property
+    def countable(self) -> set[str]:
+        """The servers that are met, in step and registered."""
+        return {d for d, one in self.met.items() if one.in_step and self.registered(d)}
+
     def registered(self, directory: str) -> bool:
         """Return whether a replica follows here, registered, in every bucket."""
         return all(
