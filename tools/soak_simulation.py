@@ -1,4 +1,5 @@
-"""Soak test of the engine in its simulated world: ever new seeds in two processes, until the time is up.
+"""Soak test of the engine in its simulated world, in two processes: seeds that once showed a fault, and ever new ones until
+the time is up.
 
 A seed decides everything: which world (see ``tests/simulation/worlds.py``), its block sizes, and each of its steps. On a
 violation the seed, a command that shows it again, with as few steps as some tries find, and the lines to be kept in
@@ -16,8 +17,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -76,11 +77,13 @@ class Outcome:
     """What became of one seed.
 
     Attributes:
+        world: the name of the world that it ran in.
         elapsed: how long the world lived by its own time, microseconds.
         violation: the traceback, empty when all was right.
         reached: what was reached, if it was traced.
     """
 
+    world: str
     seed: int
     steps: int
     counts: dict[str, int]
@@ -105,7 +108,7 @@ def run_seed(name: str, seed: int, steps: int, traced: bool = False) -> Outcome:
         finally:
             sys.settrace(None)
     counts, elapsed = ({}, 0) if world is None else (world.counts, world.elapsed)
-    return Outcome(seed, steps, counts, elapsed, violation, reached)
+    return Outcome(name, seed, steps, counts, elapsed, violation, reached)
 
 
 def tracer(reached: Lines) -> Callable[[FrameType, str, Any], Any]:
@@ -205,9 +208,16 @@ def joined(ranges: list[tuple[int, int]], each: list[tuple[int, int]]) -> list[t
 
 
 class Soak:
-    """One run over seeds that follow each other."""
+    """One run over known seeds, and then over seeds that follow each other."""
 
-    def __init__(self, first_seed: int, steps: int | None, world: str | None) -> None:
+    def __init__(
+        self,
+        known: Iterable[worlds.Run],
+        first_seed: int,
+        steps: int | None,
+        world: str | None,
+    ) -> None:
+        self._known = deque(known)
         self._first = self._next = first_seed
         self._steps = steps
         self._world = world
@@ -225,7 +235,8 @@ class Soak:
         ) as pool:
             while True:
                 # One at least, so that a seed can be shown again in no time.
-                over = self._next > self._first and time.monotonic() - self._began >= seconds
+                begun = not self._known and self._next > self._first
+                over = begun and time.monotonic() - self._began >= seconds
                 while not over and len(pending) < 2 * PROCESSES:
                     pending.add(self._submit(pool))
                     over = seconds <= 0
@@ -242,14 +253,13 @@ class Soak:
                     self.report()
 
     def _submit(self, pool: ProcessPoolExecutor) -> Future[Outcome]:
+        if self._known:
+            run = self._known.popleft()
+            return pool.submit(run_seed, run.world, run.seed, run.steps)
         seed, self._next = self._next, self._next + 1
         traced = (seed - self._first) // 2 % TRACE_EVERY == 0
-        name = self.world_of(seed)
+        name = self._world or worlds.kind_of(seed)
         return pool.submit(run_seed, name, seed, self._steps or worlds.KINDS[name].steps, traced)
-
-    def world_of(self, seed: int) -> str:
-        """Return the name of the world that a seed runs in."""
-        return self._world or worlds.kind_of(seed)
 
     def _note(self, outcome: Outcome) -> None:
         self.seeds += 1
@@ -282,8 +292,9 @@ def say(words: str) -> None:
     print(words, flush=True)
 
 
-def show(outcome: Outcome, name: str) -> None:
+def show(outcome: Outcome) -> None:
     """Print a violation, with as few steps as can be found cheaply, and how to see it again."""
+    name = outcome.world
     command = f"python3 tools/dev.py soak --simulation --minutes 0 --world {name}"
     print(f"VIOLATION with seed {outcome.seed}; looking for fewer steps", file=sys.stderr)
     skip_syncs()
@@ -310,13 +321,16 @@ def main() -> int:
     options = parser.parse_args()
     seed = random.randrange(10**6, 10**9) if options.seed is None else options.seed
     say(f"simulation soak of {options.minutes} minutes, first seed {seed}")
-    soak = Soak(seed, options.steps, options.world)
+    # Who names a seed, a world or steps wants to see these.
+    chosen = (options.seed, options.steps, options.world) != (None, None, None)
+    known = [] if chosen or options.minutes <= 0 else worlds.corpus()
+    soak = Soak(known, seed, options.steps, options.world)
     try:
         violation = soak.run(options.minutes * 60)
     except KeyboardInterrupt:
         return 130
     if violation is not None:
-        show(violation, soak.world_of(violation.seed))
+        show(violation)
         return 1
     soak.report_whole()
     say("no violation")

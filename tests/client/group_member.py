@@ -1,7 +1,7 @@
 """A member of a group, for tests that kill and pause it: ``python -m tests.client.group_member TARGET NAME LOG``.
 
 It writes a line for each change that is handed to it: the time, the generation, partition and seqno. A line with
-"end" in place of them says that it ended by itself.
+"begin" in place of them says that it takes SIGTERM, one with "end" that it ended by itself.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ async def main(target: str, name: str, log: Path) -> None:
     leaving = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leaving.set)
     with log.open("a", buffering=1) as out:
+        out.write("begin\n")
         following = asyncio.create_task(follow(target, name, out.write))
         stopping = asyncio.create_task(leaving.wait())
         await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)

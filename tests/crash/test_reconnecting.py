@@ -25,7 +25,6 @@ PARTITIONS = 1024
 KEYS = 4000
 GROWN_BYTES = 160 * MIB
 HEALTH_SECONDS = 10.0
-ALL_SECONDS = 20.0
 
 
 async def resume(client: RawClient, logs: list[list[tuple[int, int]]], at: list[int]) -> RawFollow:
@@ -85,7 +84,6 @@ async def test_fifty_clients_of_all_partitions_come_back_at_once(
         f"{len(watch.seconds)} health checks took at most {max(watch.seconds):.2f} s, "
         f"{grown / MIB:.0f} MiB more than {watch.memory[0] / MIB:.0f}"
     )
-    assert max(took) < ALL_SECONDS
     assert len(watch.seconds) > 3
     assert max(watch.seconds) < HEALTH_SECONDS
     assert grown < GROWN_BYTES

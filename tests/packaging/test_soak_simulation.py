@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation import worlds
 from tools import soak_simulation
 from tools.soak_simulation import ROOT, Outcome, fewer_steps, not_reached, statements
 
@@ -16,7 +17,7 @@ def test_the_fewest_steps_are_found_in_few_tries(fails_from: int) -> None:
 
     def run(seed: int, steps: int) -> Outcome:
         tried.append(steps)
-        return Outcome(seed, steps, {}, 0, "wrong" if steps >= fails_from else "")
+        return Outcome("plain", seed, steps, {}, 0, "wrong" if steps >= fails_from else "")
 
     found = fewer_steps(5, 400, run)
     assert (found.seed, found.steps, found.violation) == (5, fails_from, "wrong")
@@ -24,7 +25,7 @@ def test_the_fewest_steps_are_found_in_few_tries(fails_from: int) -> None:
 
 
 def test_what_does_not_happen_again_is_said_to() -> None:
-    found = fewer_steps(5, 400, lambda seed, steps: Outcome(seed, steps, {}, 0))
+    found = fewer_steps(5, 400, lambda seed, steps: Outcome("plain", seed, steps, {}, 0))
     assert (found.steps, found.violation) == (400, "")
 
 
@@ -43,6 +44,15 @@ def test_statements_that_were_not_reached_are_ranges(
     assert sorted(statements(file)) == [(3, 3), (4, 4), (5, 5), (6, 8), (9, 9)]
     reached = {("some/part.py", line) for line in (3, 7, 9)}
     assert not_reached(reached) == {"some/none.py": [(0, 0)], "some/part.py": [(4, 5)]}
+
+
+@pytest.mark.long
+def test_known_seeds_come_first_and_a_violation_names_its_world() -> None:
+    known = [worlds.Run("plain", 7, 3, ""), worlds.Run("nowhere", 8, 3, "")]
+    soak = soak_simulation.Soak(known, 0, 2, "plain")
+    found = soak.run(0)
+    assert found is not None
+    assert (found.world, found.seed, soak.seeds) == ("nowhere", 8, 2)
 
 
 @pytest.mark.long

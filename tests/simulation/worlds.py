@@ -1,6 +1,7 @@
 """The simulated worlds by name, and what each needs to be run anywhere."""
 
 import os
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +51,22 @@ class Kind:
 
     world: Callable[[Path, int], Runnable]
     steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a world; ``showed`` is the fault that it once showed."""
+
+    world: str
+    seed: int
+    steps: int
+    showed: str
+
+
+def corpus() -> list[Run]:
+    """Return the runs that once showed a fault."""
+    files = sorted(Path(__file__).with_name("corpus").glob("*.toml"))
+    return [Run(**run) for file in files for run in tomllib.loads(file.read_text())["run"]]
 
 
 KINDS = {
