@@ -113,10 +113,12 @@ async def test_who_has_used_up_its_share_waits_and_is_refused_then(
     await callers.pay("b", 0.01)
     clock.now += 5
     slept.clear()
-    with pytest.raises(TooManyError):
-        await callers.pay("a", 0.01, size=2 * MIB)
-    await callers.pay("a", 0.01)
-    assert slept == [callers_module.REFUSED_SECONDS, pytest.approx(5)]
+    for options in ({"size": 2 * MIB}, {"within": 6.0}):
+        with pytest.raises(TooManyError):
+            await callers.pay("a", 0.01, **options)
+    # Its deadline would pass while it waits, or hardly after.
+    await callers.pay("a", 0.01, within=7.0)
+    assert slept == [*2 * [callers_module.REFUSED_SECONDS], pytest.approx(5)]
     clock.now += 10_000
     slept.clear()
     for _ in range(10):
@@ -135,6 +137,18 @@ async def test_who_gives_up_waiting_pays_nothing() -> None:
             await asyncio.wait_for(callers.pay("a", 0.5), 0.001)
     clock.now += 1 / PEER_SHARE
     await asyncio.wait_for(callers.pay("a", 0.001), 2)
+
+
+@pytest.mark.asyncio
+async def test_who_would_wait_beyond_its_deadline_is_told_why(server_process: StartServer) -> None:
+    poor = {"dear": (PEER_SHARE, 0.001)}
+    server = server_process(constants={"upr.service.overload.callers._RATES": poor})
+    request = changes.ListCutsRequest(with_partitions=True)
+    async with RawClient(server.target) as client:
+        calls = [client.changes.ListCuts(request, timeout=2.0) for _ in range(12)]
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [error_from_call(one) for one in ended if isinstance(one, grpc.RpcError)]
+    assert "TOO_MANY" in {one.reason for one in refused}
 
 
 @contextlib.asynccontextmanager

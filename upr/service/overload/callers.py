@@ -78,6 +78,8 @@ KEPT_UP_BURST_SECONDS: Final = 0.5
 """As PEER_BURST_SECONDS, of messages that keep calls going: acknowledgements, renewals, releases."""
 WAIT_SECONDS: Final = 10.0
 """Longest wait for a turn; a call that would wait longer is refused."""
+WAIT_SHARE: Final = 0.8
+"""Longest wait for a turn, as a part of the time that the call may take: who is refused learns why, and when to come back."""
 REFUSED_SECONDS: Final = 1.0
 """Delay of a refusal, because a client that retries at once costs as much with each refusal."""
 WAIT_BYTES: Final = 2**20
@@ -146,8 +148,10 @@ def seconds_of(request: object) -> float:
             items, each = 1, 4e-3
         case changes.ListCutsRequest():
             items, each = 1, 80e-3 if request.with_partitions else 1e-3
-        case admin.CreateBucketRequest() | admin.DropBucketRequest():
-            items, each = 1, 0.1
+        case admin.CreateBucketRequest():
+            items, each = 1, 30e-3
+        case admin.DropBucketRequest():
+            items, each = 1, 6e-3
         case admin.GetStorageRequest():
             items, each = 1, 20e-3
         case admin.GetPartitionsRequest():
@@ -236,17 +240,24 @@ class Callers:
             if not self._open[key]:
                 del self._open[key]
 
-    async def pay(self, peer: str, seconds: float, size: int = 0) -> None:
+    async def pay(
+        self, peer: str, seconds: float, size: int = 0, within: float | None = None
+    ) -> None:
         """Charge an arriving request of ``size`` bytes its approximate cost, and wait for its turn.
 
+        Args:
+            within: seconds that the call may take; None without end.
+
         Raises:
-            TooManyError: that would take WAIT_SECONDS or longer; nothing is charged.
+            TooManyError: that would take WAIT_SECONDS, or WAIT_SHARE of what the call may take, or longer; nothing is
+                charged.
         """
         if seconds < CHEAP_SECONDS:
             # Cheap requests are free: many clients behind one address that read a key each are no attack.
             return
         left = self._account(peer).wait(self._clock())
-        if left >= WAIT_SECONDS or (left > 0 and size > WAIT_BYTES):
+        longest = WAIT_SECONDS if within is None else min(WAIT_SECONDS, WAIT_SHARE * within)
+        if left > 0 and (left >= longest or size > WAIT_BYTES):
             await asyncio.sleep(REFUSED_SECONDS)
             raise TooManyError(
                 f"the calls of {peer} take more than their share of the server's time",

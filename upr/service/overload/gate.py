@@ -130,9 +130,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             del raw
             peer = peer_of(permit.peer)
             opened.append(callers.open(name, peer))
-            await callers.pay(
-                peer, CALL_SECONDS + seconds_of(request) + size / BYTES_A_SECOND, size
-            )
+            seconds = CALL_SECONDS + seconds_of(request) + size / BYTES_A_SECOND
+            await callers.pay(peer, seconds, size, context.time_remaining())
             return request
 
         run = self._admitted(method, answered)
