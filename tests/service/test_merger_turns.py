@@ -321,6 +321,37 @@ async def test_a_partition_at_its_quota_is_compacted_for_few_deletes(folder: Pat
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("count", [500, 3000])
+async def test_a_quota_has_less_reclaimed_than_other_compaction_also_after_a_sweep(
+    folder: Path, count: int
+) -> None:
+    async with compacted_by_hand(folder) as host:
+        keys = some_keys(P, count)
+        for first in range(0, count, 500):
+            await flush(host, dict.fromkeys(keys[first : first + 500], bytes(4000)))
+        before = await compact(host)
+        # The few rows are in one block; its hashes alone do not tell that it is worth it.
+        await delete(host, few := keys[: count // 50])
+        host.compactor._reclaim_now()
+        assert await compact(host) == [*before, len(few)], "a sweep leaves it"
+        host.compactor.reclaim()
+        assert sum(await compact(host)) == count
+
+
+@pytest.mark.asyncio
+async def test_what_is_deleted_little_by_little_at_a_quota_is_reclaimed(folder: Path) -> None:
+    async with compacted_by_hand(folder) as host:
+        keys = some_keys(P, 1000)
+        await flush(host, dict.fromkeys(keys, bytes(1000)))
+        await compact(host)
+        host.compactor.reclaim()
+        for first in range(0, 60, 6):
+            await delete(host, keys[first : first + 6])
+            await compact(host)
+        assert sum(await compact(host)) < len(keys) + 20
+
+
+@pytest.mark.asyncio
 async def test_few_deletes_of_many_rows_are_reclaimed_where_they_have_much_below(
     folder: Path,
 ) -> None:

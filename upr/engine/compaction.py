@@ -165,8 +165,8 @@ def has_few_new(one: BlockRange, seqno: int) -> bool:
     return new < RECLAIM_FRACTION * one.rows
 
 
-def hardly_repeats(one: BlockRange, known: BlockHashes) -> bool:
-    """Return whether what is superseded within a range is at most WORTH_FRACTION of the bytes that are alive.
+def hardly_repeats(one: BlockRange, known: BlockHashes, worth: float = WORTH_FRACTION) -> bool:
+    """Return whether what is superseded within a range is at most such a part of the bytes that are alive.
 
     A block in which any key has the hash of another one counts as superseded, whole: a single value may be most of it.
 
@@ -182,7 +182,7 @@ def hardly_repeats(one: BlockRange, known: BlockHashes) -> bool:
     repeats = np.diff(before[np.append(0, known.row_ends)])
     sizes = np.array([head.size for head in reversed(one.heads)])
     superseded = sizes[repeats > 0].sum()
-    return bool(superseded <= WORTH_FRACTION * (sizes.sum() - superseded))
+    return bool(superseded <= worth * (sizes.sum() - superseded))
 
 
 def small_ones(one: BlockRange) -> BlockRange | None:

@@ -733,10 +733,14 @@ class Examined:
         gone = sum(s * head.size for s, head in zip(self.lost, self.heads, strict=True))
         return bool(gone >= fraction * total)
 
-    def groups(self) -> list[range]:
-        """Return the groups of neighbouring blocks to rewrite, oldest first."""
+    def groups(self, worth: float = WORTH_FRACTION) -> list[range]:
+        """Return the groups of neighbouring blocks to rewrite, oldest first.
+
+        Args:
+            worth: the part of the bytes that must be dropped; of a block, BLOCK_FRACTION is enough.
+        """
         groups: list[range] = []
-        chosen = self._chosen()
+        chosen = self._chosen(worth)
         first = size = plain = 0
         for i, head in enumerate(self.heads):
             full = size + head.size > GROUP_BYTES or plain + head.plain > GROUP_PLAIN_BYTES
@@ -752,13 +756,13 @@ class Examined:
             groups.append(range(first, len(self.heads)))
         return groups
 
-    def _chosen(self) -> list[bool]:
+    def _chosen(self, worth: float) -> list[bool]:
         if self.purge is not None:
             # A key's older rows must be dropped before its tombstone, however few they are.
             chosen = [not keep.all() for keep in self.keep]
         else:
-            saves = self.loses(WORTH_FRACTION)
-            chosen = [saves and s >= BLOCK_FRACTION for s in self.lost]
+            saves = self.loses(worth)
+            chosen = [saves and s >= min(worth, BLOCK_FRACTION) for s in self.lost]
         small = [head.plain < SMALL_BYTES for head in self.heads]
         for i in range(1, len(small)):
             if small[i - 1] and small[i]:

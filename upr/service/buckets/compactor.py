@@ -146,12 +146,15 @@ class Compactor:
         """What the stretches of partitions cost in which nothing was to be compacted when they were looked at."""
         self._reclaim_until = -math.inf
         self._reclaiming: set[int] = set()
-        self._reclaimed = np.zeros(PARTITIONS, np.uint64)
-        """The seqno through which each partition was reclaimed."""
+        # A sweep leaves what is worth it at a quota.
+        self._reclaimed = {
+            worth: np.zeros(PARTITIONS, np.uint64) for worth in (WORTH_FRACTION, RECLAIM_FRACTION)
+        }
+        """The seqno through which each partition was reclaimed, by the part of its bytes that had to be superseded."""
         self._compared: set[int] = set()
         """Partitions whose range is not rewritten before its keys were compared, however small it is."""
-        self._looked = dict[int, int]()
-        """The seqno through which a look has reclaimed each partition."""
+        self._looked = dict[int, tuple[float, int]]()
+        """As ``_reclaimed``, of partitions that a look has reclaimed."""
         self._without_room: set[int] = set()
         self._stored_at_start = bucket.partitions.stored.copy()
         self.turn = asyncio.Lock()
@@ -185,15 +188,23 @@ class Compactor:
         self._reclaim_now()
 
     def _reclaim_now(self) -> None:
-        new = np.flatnonzero(self._bucket.partitions.stored > self._reclaimed).tolist()
+        reclaimed = self._reclaimed[self._worth]
+        new = np.flatnonzero(self._bucket.partitions.stored > reclaimed).tolist()
         self._reclaiming.update(new)
         self.note(new)
+
+    @property
+    def _worth(self) -> float:
+        """Which part of a range's bytes must be superseded for it to be rewritten now."""
+        at_quota = time.monotonic() < self._reclaim_until
+        return RECLAIM_FRACTION if at_quota else WORTH_FRACTION
 
     def _look_again(self, partitions: Collection[int]) -> None:
         """Have partitions looked at of which it is not known what is to be compacted."""
         for partition in partitions:
             self._backlog.unknown(partition)
-            self._reclaimed[partition] = 0
+            for reclaimed in self._reclaimed.values():
+                reclaimed[partition] = 0
         self.note(partitions)
 
     def flushed(self, blocks: Iterable[tuple[int, int, bytes]]) -> None:
@@ -304,9 +315,9 @@ class Compactor:
         # What was flushed meanwhile has them looked at again.
         waiting = self._backlog.waiting
         self._costs.update((p, found) for p, found in costs.items() if p not in waiting)
-        for partition, seqno in self._looked.items():
+        for partition, (worth, seqno) in self._looked.items():
             if partition not in waiting:
-                self._reclaimed[partition] = seqno
+                self._reclaimed[worth][partition] = seqno
         self._looked.clear()
         for partition in set(partitions).difference(one.partition for one in ranges):
             self._backlog.in_order(partition)
@@ -386,19 +397,20 @@ class Compactor:
     def _to_reclaim(
         self, partition: int, heads: Sequence[Head], pinned: Sequence[int]
     ) -> BlockRange | None:
-        before = int(self._reclaimed[partition])
+        worth = self._worth
+        before = int(self._reclaimed[worth][partition])
         found = plan_reclaim(partition, heads, pinned, before)
-        self._looked[partition] = heads[-1].end if heads else 0
+        self._looked[partition] = worth, heads[-1].end if heads else 0
         if found is None:
             return None
         oldest = stretches(partition, found.heads, self.settled_of(partition, heads))[0]
         few = has_few_new(found, max(before, oldest.end))
         # Where there are too many hashes for a look, all keys are read.
-        if (few and 4 * found.rows > HASHES_BYTES) or not self._repeats(found):
+        if (few and 4 * found.rows > HASHES_BYTES) or not self._repeats(found, worth):
             return None
-        if few or time.monotonic() >= self._reclaim_until:
+        if few or worth == WORTH_FRACTION:
             self._compared.add(partition)
-        elif _is_direct(found) and not self._loses(found, RECLAIM_FRACTION):
+        elif _is_direct(found) and not self._loses(found, worth):
             return None
         return found
 
@@ -410,11 +422,11 @@ class Compactor:
             # Compaction tells it.
             return True
 
-    def _repeats(self, one: BlockRange) -> bool:
-        """Return whether compacting a range may save WORTH_FRACTION of its bytes, as its stored hashes tell."""
+    def _repeats(self, one: BlockRange, worth: float = WORTH_FRACTION) -> bool:
+        """Return whether compacting a range may save such a part of its bytes, as its stored hashes tell."""
         with self._store.look() as cursor:
             known = cursor.hashes(one.partition, one.end, one.start, HASHES_BYTES)
-        return not hardly_repeats(one, known)
+        return not hardly_repeats(one, known, worth)
 
     def settled_of(self, partition: int, heads: Sequence[Head]) -> list[tuple[int, int]]:
         """Return the ranges that were compared as a whole; a large partition counts as one until it is looked at."""
@@ -532,7 +544,7 @@ class Compactor:
 
     async def _merge_large(self, one: BlockRange) -> None:
         try:
-            await self.rewrite(one, await self.examine(one))
+            await self.rewrite(one, await self.examine(one), self._worth)
             self._settle(one)
         except RangeTooLargeError:
             log.warning(
@@ -547,8 +559,10 @@ class Compactor:
         limits = purge_limits(self._bucket, *self._when())
         return await self.in_thread(lambda: examine(one, self._store.blocks, limits))
 
-    async def rewrite(self, one: BlockRange, examined: Examined) -> int:
-        """Write what lost enough anew; returns how many tombstones went.
+    async def rewrite(
+        self, one: BlockRange, examined: Examined, worth: float = WORTH_FRACTION
+    ) -> int:
+        """Write what lost enough anew, with ``worth`` as of its groups; returns how many tombstones went.
 
         Raises:
             NoRoomError: the disk or the map has no room for it; some of it may be done.
@@ -557,13 +571,13 @@ class Compactor:
         purges = {one.partition: examined.purge} if examined.purge else {}
         if purges:
             # A purge seqno that was raised stays, and has who resumes below it roll back.
-            for group in examined.groups():
+            for group in examined.groups(worth):
                 self._check_room([_range_of(examined, group)])
         raised = self._begin_purge(purges)
         if purges and not raised:
             examined = await self.in_thread(lambda: examine(one, self._store.blocks, None))
         try:
-            for group in examined.groups():
+            for group in examined.groups(worth):
                 if self.stopped:
                     return 0
                 started = time.monotonic()
