@@ -54,6 +54,23 @@ async def test_a_copy_is_not_started_beside_the_original(start: Start, tmp_path:
         directory.check_place(may_be_moved=False)
 
 
+async def test_the_original_is_no_copy_where_the_system_tells_no_birth_times(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, replica = await start_set(start)
+    data, copy = replica.catalog._directory.path, copied(replica, tmp_path)
+    await replica.stop()
+    # As in containers whose runtime does not know the call.
+    monkeypatch.setattr("upr.storage.directory.birth_of", lambda _: 0)
+    for path, is_copy in ((data, False), (copy, True)):
+        with closing(DataDirectory(path)) as directory:
+            if is_copy:
+                with pytest.raises(DataDirectoryError, match="is a copy"):
+                    directory.check_place(may_be_moved=False)
+            else:
+                directory.check_place(may_be_moved=False)
+
+
 async def test_a_copy_that_was_made_another_server_joins(start: Start, tmp_path: Path) -> None:
     owner, replica = await start_set(start)
     copy = copied(replica, tmp_path)

@@ -202,8 +202,9 @@ class DataDirectory:
         """
         found = self._place()
         inode, birth = _place_of(json.loads((self.path / _MARK).read_text()))
-        # Some file systems give other inodes after each mount; where there are birth times, they tell.
-        is_copy = birth != found[1] if birth else inode not in (0, found[0])
+        # Some file systems give other inodes after each mount; where there are birth times, they tell. A container may have
+        # none where its host had.
+        is_copy = birth != found[1] if birth and found[1] else inode not in (0, found[0])
         if is_copy and not may_be_moved and (self.path / OWNER_FILE).exists():
             raise DataDirectoryError(
                 f"the data directory {self.path} is a copy of that of server {self.id} of a set; must be the original",
