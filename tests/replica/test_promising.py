@@ -24,6 +24,7 @@ from upr.replica.peers import UNMET_SECONDS, Met, Peers, row_of_message
 from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog, DamagedBucket
+from upr.service.overload.intake import Context
 from upr.storage.directory import DataDirectory
 from upr_protocol.errors import (
     DataDamagedError,
@@ -534,6 +535,24 @@ async def test_a_forced_promotion_that_fails_leaves_a_server_drained(
     monkeypatch.setattr(methods._ownership, "promote", works)
     await methods._promoted(force=True, takeover=False)
     assert not methods._ownership.drained
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("force", [False, True])
+async def test_a_server_that_is_drained_while_it_is_promoted_stays_drained(
+    ownership: Ownership, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    methods = ReplicaMethods(ownership._catalog, ownership._config, lambda: "127.0.0.1:2")
+
+    async def promoted(**_: bool) -> Promoted:
+        await methods.Drain(wire.DrainRequest(), cast(Context, None))
+        return Promoted(CLAIM)
+
+    monkeypatch.setattr(methods, "_check_not_waiting", lambda: None)
+    monkeypatch.setattr(methods, "_successor", lambda: None)
+    monkeypatch.setattr(methods._ownership, "promote", promoted)
+    await methods._promoted(force=force, takeover=False)
+    assert methods._ownership.drained
 
 
 @pytest.mark.asyncio

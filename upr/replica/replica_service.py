@@ -181,8 +181,10 @@ class ReplicaMethods:
             )
         if self._cluster is not None and not takeover:
             await self._cluster.begin(self._ownership, force=force)
+        # By force; one that came meanwhile stays.
+        was_drained = self._ownership.drained
         done = await self._ownership.promote(force=force, takeover=takeover)
-        if self._ownership.drained:
+        if was_drained:
             # One that failed leaves it as it was.
             self._ownership.drained = False
             log.warning("drain", extra={"undo": True})
