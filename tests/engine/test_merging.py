@@ -69,8 +69,9 @@ def test_what_is_new_is_reclaimed_with_all_that_may_be_merged_with_it() -> None:
     assert found(0) == found(30) == (0, 40)
     assert found(40) is None
     assert found(0, count=0) is found(0, count=1) is None
-    assert found(0, [20]) == (20, 40)
-    assert found(0, [30]) is None, "one block is all that may be merged"
+    assert found(0, [20]) == (0, 20)
+    assert found(20, [20]) == (20, 40)
+    assert found(30, [30]) is None, "one block is all that may be merged"
     heads[3] = heads[3]._replace(horizon=50)
     assert found(0) == (0, 30)
 

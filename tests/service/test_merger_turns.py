@@ -307,7 +307,8 @@ async def delete(host: BucketService, keys: Sequence[bytes]) -> None:
 async def test_a_partition_at_its_quota_is_compacted_for_few_deletes(folder: Path) -> None:
     async with compacted_by_hand(folder) as host:
         keys = some_keys(P, 100)
-        await flush(host, dict.fromkeys(keys, bytes(1000)))
+        one_block = some_keys(P + 1, 1)
+        await flush(host, dict.fromkeys([*keys, *one_block], bytes(1000)))
         await delete(host, keys[:15])
         assert await compact(host) == [100, 15]
         host.compactor.reclaim()
@@ -336,6 +337,21 @@ async def test_a_quota_has_less_reclaimed_than_other_compaction_also_after_a_swe
         assert await compact(host) == [*before, len(few)], "a sweep leaves it"
         host.compactor.reclaim()
         assert sum(await compact(host)) == count
+
+
+@pytest.mark.asyncio
+async def test_at_a_quota_what_is_on_either_side_of_a_cut_is_reclaimed(folder: Path) -> None:
+    async with compacted_by_hand(folder) as host:
+        old, new = (keys := some_keys(P, 200))[:100], keys[100:]
+        for some in (old, new):
+            await flush(host, dict.fromkeys(some, bytes(1000)))
+            await compact(host)
+            await delete(host, some[:30])
+            # As of somebody who makes the next one before the last one is released.
+            await host.cuts.create(f"cut-{some is new}", [P], 10**12)
+        await delete(host, old[30:31])
+        host.compactor.reclaim()
+        assert await compact(host) == [100, 100, 1]
 
 
 @pytest.mark.asyncio

@@ -147,16 +147,16 @@ def plan_merge(
 def plan_reclaim(
     partition: int, heads: Sequence[Head], pinned: Sequence[int], reclaimed: int
 ) -> BlockRange | None:
-    """Return the newest range that may be merged, if anything in it is new; None else.
+    """Return the oldest range that may be merged and has something new in it; None if there is none.
 
     Args:
         reclaimed: the seqno through which the partition was reclaimed before.
     """
     complete = last_complete(heads)
-    *_, newest = [[], *segments([head for head in heads if head.end <= complete], pinned)]
-    if len(newest) < 2 or newest[-1].end <= reclaimed:
-        return None
-    return BlockRange(partition, tuple(newest))
+    for segment in segments([head for head in heads if head.end <= complete], pinned):
+        if len(segment) > 1 and segment[-1].end > reclaimed:
+            return BlockRange(partition, tuple(segment))
+    return None
 
 
 def has_few_new(one: BlockRange, seqno: int) -> bool:

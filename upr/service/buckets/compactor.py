@@ -391,6 +391,9 @@ class Compactor:
         if partition in self._reclaiming:
             self._reclaiming.discard(partition)
             if (found := self._to_reclaim(partition, heads, pinned)) is not None:
+                if self._worth == RECLAIM_FRACTION:
+                    # Behind a cut there may be more; a sweep has time for that.
+                    self._reclaiming.add(partition)
                 return found
         return plan_join(partition, heads, pinned, self.settled_of(partition, heads))
 
@@ -398,21 +401,22 @@ class Compactor:
         self, partition: int, heads: Sequence[Head], pinned: Sequence[int]
     ) -> BlockRange | None:
         worth = self._worth
-        before = int(self._reclaimed[worth][partition])
-        found = plan_reclaim(partition, heads, pinned, before)
+        through = int(self._reclaimed[worth][partition])
+        while (found := plan_reclaim(partition, heads, pinned, through)) is not None:
+            before, through = through, found.end
+            self._looked[partition] = worth, through
+            oldest = stretches(partition, found.heads, self.settled_of(partition, heads))[0]
+            few = has_few_new(found, max(before, oldest.end))
+            # Where there are too many hashes for a look, all keys are read.
+            if (few and 4 * found.rows > HASHES_BYTES) or not self._repeats(found, worth):
+                continue
+            if few or worth == WORTH_FRACTION:
+                self._compared.add(partition)
+            elif _is_direct(found) and not self._loses(found, worth):
+                continue
+            return found
         self._looked[partition] = worth, heads[-1].end if heads else 0
-        if found is None:
-            return None
-        oldest = stretches(partition, found.heads, self.settled_of(partition, heads))[0]
-        few = has_few_new(found, max(before, oldest.end))
-        # Where there are too many hashes for a look, all keys are read.
-        if (few and 4 * found.rows > HASHES_BYTES) or not self._repeats(found, worth):
-            return None
-        if few or worth == WORTH_FRACTION:
-            self._compared.add(partition)
-        elif _is_direct(found) and not self._loses(found, worth):
-            return None
-        return found
+        return None
 
     def _loses(self, one: BlockRange, fraction: float) -> bool:
         """Return whether older rows of keys have such a part of a small range's bytes."""
