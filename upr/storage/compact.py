@@ -734,11 +734,7 @@ class Examined:
         return bool(gone >= fraction * total)
 
     def groups(self, worth: float = WORTH_FRACTION) -> list[range]:
-        """Return the groups of neighbouring blocks to rewrite, oldest first.
-
-        Args:
-            worth: the part of the bytes that must be dropped; of a block, BLOCK_FRACTION is enough.
-        """
+        """Return the groups of neighbouring blocks to rewrite, oldest first, if such a part of the bytes is dropped."""
         groups: list[range] = []
         chosen = self._chosen(worth)
         first = size = plain = 0
