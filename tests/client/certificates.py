@@ -40,3 +40,21 @@ def make_certificate(folder: Path, name: str = "upr") -> Certificate:
     command += ["-keyout", str(key), "-out", str(chain)]
     subprocess.run(command, check=True, capture_output=True)
     return Certificate(key.read_bytes(), chain.read_bytes())
+
+
+def sign_anew(folder: Path, first: str, last: str) -> bytes:
+    """Have the certificate in a folder be valid from one time to another one, as 20250101000000Z, and return it."""
+    key, request, chain = (str(folder / name) for name in ("key.pem", "request.pem", "chain.pem"))
+    conf = folder / "ca.conf"
+    conf.write_text(
+        f"[ca]\ndefault_ca=here\n[here]\ndatabase={folder}/database\nnew_certs_dir={folder}\n"
+        f"serial={folder}/serial\n"
+        "default_md=sha256\npolicy=any\n[any]\ncommonName=supplied\n"
+    )
+    (folder / "database").touch()
+    ask = ["req", "-new", "-key", key, "-subj", "/CN=upr", "-out", request]
+    sign = ["ca", "-batch", "-selfsign", "-rand_serial", "-config", str(conf), "-notext"]
+    sign += ["-keyfile", key, "-in", request, "-out", chain, "-startdate", first, "-enddate", last]
+    for command in (ask, sign):
+        subprocess.run(["openssl", *command], check=True, capture_output=True)
+    return Path(chain).read_bytes()

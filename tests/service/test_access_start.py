@@ -3,17 +3,21 @@
 import os
 import subprocess
 import sys
+import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from tests.client.certificates import make_certificate
-from tests.harness import RunningServer
+from tests.client.certificates import make_certificate, sign_anew
+from tests.harness import RunningServer, wait_until
 from upr.cli.server import main
+from upr.service.access.files import Certificates, validity_of
 from upr.service.access.identities import add_identity
 from upr.service.logs import EventLimit
 from upr.service.server import Server
+from upr_client import Client
 
 
 def refused(folder: Path, *options: str, listen: str = "127.0.0.1:0") -> str:
@@ -117,6 +121,55 @@ def test_tls_that_cannot_be_is_refused_at_the_start(
         "text": ("--text", "127.0.0.1:0"),
     }
     assert words in refused(tmp_path, *(str(part) for name in names for part in paths[name]))
+
+
+def test_a_certificate_that_has_expired_is_told(tmp_path: Path) -> None:
+    make_certificate(tmp_path)
+    sign_anew(tmp_path, "20250101000000Z", "20260101000000Z")
+    tls = ["--tls-cert", str(tmp_path / "chain.pem"), "--tls-key", str(tmp_path / "key.pem")]
+    server = RunningServer(tmp_path, *tls)
+    try:
+        server.start()
+        with Client(f"unix:{server.data}/admin.sock") as client:
+            (problem,) = client.admin.status().problems
+            assert problem.reason == "CERTIFICATE_EXPIRED"
+            wait_until(lambda: "certificate" in server.log_text(), server.log_text)
+            make_certificate(tmp_path)
+            wait_until(lambda: not client.admin.status().problems, server.log_text)
+        assert server.log_text().count("certificate expires, or has expired") == 1
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [("20250101000000Z", "20250111000000Z"), ("20491231000000Z", "20500110000000Z")],
+)
+def test_the_end_of_a_certificate_is_told_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, last: str
+) -> None:
+    make_certificate(tmp_path)
+    sign_anew(tmp_path, first, last)
+    certificates = Certificates(tmp_path / "chain.pem", tmp_path / "key.pem", None)
+    ends = datetime.strptime(last, "%Y%m%d%H%M%S%z")
+    for hours, reason in (
+        (-25, None),
+        (-23, "CERTIFICATE_EXPIRES"),
+        (1, "CERTIFICATE_EXPIRED"),
+    ):
+        at = ends + timedelta(hours=hours)
+        monkeypatch.setattr(time, "time", at.timestamp)
+        problem = certificates.problem
+        assert (problem and problem.reason) == reason
+    assert problem is not None
+    assert f"{ends:%Y-%m-%d}" in str(problem)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----", b"\xff" * 9]
+)
+def test_what_tells_no_end_has_none(text: bytes) -> None:
+    assert validity_of(text) is None
 
 
 def test_another_address_needs_tls_and_identities(tmp_path: Path) -> None:

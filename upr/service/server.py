@@ -402,7 +402,8 @@ class Server:
 
     def _problems(self) -> list[UprError]:
         """Return what is wrong with the server beside its buckets."""
-        found: list[UprError | None] = [one.problem for one in self._watched]
+        sources = (self._tls, self._access.watched)
+        found = [None if one is None else one.problem for one in sources]
         if self._sets is not None:
             found += self._sets.troubles.values()
         return [one for one in found if one is not None]
@@ -413,12 +414,14 @@ class Server:
         return [one for one in (tls, self._access.watched) if one is not None]
 
     async def _watch_files(self) -> None:
-        """Read the certificate and the identities again when their files change."""
+        """Read the certificate and the identities again when their files change; tell of a certificate's end."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for one in self._watched:
                 if await one.look() and one is self._access.watched:
                     self._access.identities_changed()
+            if self._tls is not None:
+                self._tls.tell()
 
     async def _tell_suppressed(self) -> None:
         while True:

@@ -5,10 +5,14 @@ status until it is mended.
 """
 
 import asyncio
+import binascii
 import logging
 import os
+import re
 import ssl
+import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
@@ -20,6 +24,10 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 0.4
 """Interval at which files are looked at; they are read when two looks in a row find the same."""
+ENDS_SOON: Final = 0.1
+"""Part of the lifetime of a certificate that is left when the server begins to tell of its end."""
+_VALIDITY: Final = re.compile(rb"\x30[\x1e-\x22]" + rb"(?:\x17\x0d|\x18\x0f)(\d{12,14})Z" * 2)
+"""The validity of an X.509 certificate in DER: two times, of which those before 2050 have two digits for the year."""
 _T = TypeVar("_T")
 
 
@@ -55,6 +63,22 @@ def read_tls(cert: Path | None, key: Path | None, authority: Path | None) -> lis
     if before != [None if path is None else path.read_bytes() for path in paths]:
         raise ValueError("the files change")
     return before
+
+
+def validity_of(chain: bytes) -> tuple[float, float] | None:
+    """Return from when to when the first certificate of a PEM file is valid, in seconds since the epoch; None if that
+    cannot be told."""
+    pem = re.search(rb"-----BEGIN CERTIFICATE-----(.*?)-----END", chain, re.DOTALL)
+    try:
+        found = pem and _VALIDITY.search(binascii.a2b_base64(pem[1]))
+        return (_seconds(found[1]), _seconds(found[2])) if found else None
+    except ValueError:
+        return None
+
+
+def _seconds(text: bytes) -> float:
+    year = "%Y" if len(text) == 14 else "%y"
+    return datetime.strptime(text.decode() + "+0000", year + "%m%d%H%M%S%z").timestamp()
 
 
 class Watched(Generic[_T]):
@@ -138,11 +162,35 @@ class Certificates:
         paths = (cert, key, client_ca) if client_ca is not None else (cert, key)
         self.watched = Watched("the TLS certificate", paths, self._read)
         self._given: object = self.watched.value
+        self._told = ""
+
+    @property
+    def problem(self) -> UprError | None:
+        """Why the files that are there now cannot be used; else that the certificate has expired, or soon will."""
+        if self.watched.problem is not None or self._validity is None:
+            return self.watched.problem
+        (first, last), now = self._validity, time.time()
+        if now < last - ENDS_SOON * (last - first):
+            return None
+        return UprError(
+            f"the TLS certificate {'has expired' if now > last else 'expires'} "
+            f"at {datetime.fromtimestamp(last, UTC):%Y-%m-%dT%H:%M:%SZ}",
+            reason="CERTIFICATE_EXPIRED" if now > last else "CERTIFICATE_EXPIRES",
+            hint=f"put a new one into {self._cert}, and its key into {self._key}: they are read again",
+        )
+
+    def tell(self) -> None:
+        """Log once that the certificate soon expires, and once that it has."""
+        problem = self.problem
+        told, self._told = self._told, "" if problem is None else problem.reason
+        if problem is not None and self._told.startswith("CERTIFICATE") and self._told != told:
+            log.error("the TLS certificate expires, or has expired", extra={"error": str(problem)})
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         chain, key, roots = read_tls(self._cert, self._key, self._client_ca)
         assert chain is not None
         assert key is not None
+        self._validity = validity_of(chain)
         return grpc.ssl_server_certificate_configuration([(key, chain)], roots)
 
     def credentials(self) -> grpc.ServerCredentials:
