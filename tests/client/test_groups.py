@@ -232,6 +232,22 @@ async def test_a_member_that_is_closed_while_it_is_assigned_revokes_all(target: 
 
 
 @pytest.mark.asyncio
+async def test_a_lease_does_not_end_while_on_assigned_runs(target: str) -> None:
+    assigned: list[int] = []
+
+    async def take(partitions: list[int]) -> None:
+        assigned.append(len(partitions))
+        await asyncio.sleep(1.5 * LEASE_SECONDS)
+
+    group = Group(GROUP, lease_seconds=LEASE_SECONDS, on_assigned=take)
+    async with AsyncClient(target) as client:
+        await client.bucket().set(b"key", b"value")
+        async with client.bucket().changes(resume=group) as member, asyncio.timeout(30):
+            await anext(member)
+    assert assigned == [1024]
+
+
+@pytest.mark.asyncio
 async def test_a_slow_member_that_takes_batches_does_none_twice(
     target: str,
 ) -> None:

@@ -4,18 +4,16 @@
 import logging
 import random
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, Self
 
-from upr_client import backoff
 from upr_client._sync.call import BucketHandle, Follow, Stubs
+from upr_client._sync.handling import Handling
 from upr_client._sync.io import (
     Background,
     Event,
-    Queue,
     Semaphore,
     begin_connecting,
     check_callbacks,
@@ -40,7 +38,6 @@ from upr_client.writes import WriteResult, WriteResults, token_of
 from upr_protocol.errors import (
     ClosedError,
     FencedError,
-    HandlerError,
     InvalidArgumentError,
     UnavailableError,
     UprError,
@@ -49,141 +46,12 @@ from upr_protocol.failover import WriteToken, check_partition
 from upr_protocol.limits import QUIET_SECONDS, check_wait
 from upr_protocol.position import Position
 
-Lane = Queue[Change | None]
-"""Queue of changes handled one after the other, up to the first None."""
-
-
-class Handling:
-    """One ``Changes.run``."""
-
-    def __init__(
-        self, changes: "Changes", handler: Callable[[Change], Any], options: HandlingOptions
-    ) -> None:
-        self._changes = changes
-        self._handler = handler
-        self._options = options
-        self._lanes = [Lane() for _ in range(options.concurrency)]
-        self._mutex = mutex()
-        self._under_way = 0
-        self._begun: dict[int, int] = {}
-        self._idle = Event()
-        self._idle.set()
-        self._leaving = Event()
-        self._failure: tuple[Change, BaseException] | None = None
-
-    def run(self) -> None:
-        """Handle everything until the end; raises as ``Changes.run``."""
-        workers = [Background(partial(self._work, lane), "upr-handler") for lane in self._lanes]
-        try:
-            for item in self._changes.batches():
-                if isinstance(item, Rollback):
-                    assert self._options.on_rollback_event is not None
-                    try:
-                        maybe_await(self._options.on_rollback_event(item))
-                    except BaseException:
-                        self._changes._not_undone()
-                        raise
-                else:
-                    self._share(item)
-        finally:
-            self._leaving.set()
-            for lane in self._lanes:
-                lane.put(None)
-            for worker in workers:
-                worker.join()
-        if self._failure is not None:
-            change, error = self._failure
-            raise HandlerError(
-                f"the handler failed for key {change.key[:60]!r} of partition {change.partition} at seqno "
-                f"{change.seqno}: {error!r}",
-                hint="fix the handler and run again, and the change is delivered again; or pass dead_letter= to "
-                "receive such changes",
-            ) from error
-
-    def drain(self) -> None:
-        """Wait until everything that was handed out is handled, or left."""
-        self._idle.wait()
-        with self._mutex:
-            self._begun.clear()
-
-    def leave(self) -> None:
-        """Begin nothing more but what lies below a change of its partition that was begun.
-
-        Without those the position would stay below changes that are handled, and they would come again.
-        """
-        self._leaving.set()
-
-    def _may_begin(self, change: Change) -> bool:
-        with self._mutex:
-            newest = self._begun.get(change.partition, 0)
-            if self._leaving.is_set() and change.seqno > newest:
-                return False
-            self._begun[change.partition] = max(newest, change.seqno)
-        return self._changes._may_handle(change)
-
-    def _share(self, batch: ChangeBatch) -> None:
-        by_key, count = self._options.order == "key", len(self._lanes)
-        for change in batch.changes:
-            number = zlib.crc32(change.key) if by_key else change.partition
-            with self._mutex:
-                self._under_way += 1
-                self._idle.clear()
-            self._lanes[number % count].put(change)
-
-    def _work(self, lane: Lane) -> None:
-        while (change := lane.get()) is not None:
-            try:
-                if self._may_begin(change):
-                    self._handle(change)
-            except BaseException as error:
-                # Also for a cancelled handler: an ended lane would hold its changes for ever.
-                self._fail(change, error)
-            finally:
-                with self._mutex:
-                    self._under_way -= 1
-                    if not self._under_way:
-                        self._idle.set()
-
-    def _handle(self, change: Change) -> None:
-        attempt = 0
-        while True:
-            try:
-                maybe_await(self._handler(change))
-                break
-            except Exception as error:
-                if attempt >= self._options.retries:
-                    if self._give_up(change, error):
-                        break
-                    return
-                seconds = backoff.delay(attempt, random.random())
-                attempt += 1
-                if self._leaving.wait(seconds):
-                    return
-                if not self._changes._may_handle(change):
-                    return
-        self._changes.ack(change)
-
-    def _give_up(self, change: Change, error: Exception) -> bool:
-        """Give a failed change to dead_letter; False without one."""
-        if self._options.dead_letter is not None:
-            try:
-                maybe_await(self._options.dead_letter(change, error))
-                return True
-            except Exception as second:
-                error = second
-        self._fail(change, error)
-        return False
-
-    def _fail(self, change: Change, error: BaseException) -> None:
-        self._failure = self._failure or (change, error)
-        self._leaving.set()
-        self._changes.stop()
-
-
 _logger = logging.getLogger("upr_client")
 
 POLL_SECONDS: Final = 0.5
 """Longest wait of ``ready`` before it looks again at who receives."""
+_RENEWAL_SECONDS: Final = 0.2
+"""Interval at which a lease is looked at while a function of the application runs; leases have a second or more."""
 
 
 class Changes:
@@ -546,13 +414,10 @@ class Changes:
         following.holding = True
         try:
             while not (following.is_started or self._ending.is_set() or self._asked):
-                self._report()
-                self._tell_revoked()
+                step = self._next_step()
                 left = None if until is None else until - now()
                 if left is not None and left <= 0:
                     break
-                with self._mutex:
-                    step = following.next_step(self._follow is not None)
                 if step is Step.FINISH or (
                     step is Step.UNDO and self._options.on_rollback in ("event", "restart")
                 ):
@@ -601,10 +466,7 @@ class Changes:
             self._following.acknowledge()
         self._waiters.wake()
         while not self._ending.is_set():
-            self._report()
-            self._tell_revoked()
-            with self._mutex:
-                step = self._following.next_step(self._follow is not None)
+            step = self._next_step()
             if step is Step.FINISH:
                 break
             item = self._do(step)
@@ -630,6 +492,15 @@ class Changes:
             seconds = min(seconds, STOP_SECONDS)
         self._drop_call(seconds)
         return None
+
+    def _next_step(self) -> Step:
+        self._report()
+        self._tell_revoked()
+        if self._following.has_lapsed:
+            # Not if it was renewed while a function of the application ran.
+            self._keep_share()
+        with self._mutex:
+            return self._following.next_step(self._follow is not None)
 
     def _not_undone(self) -> None:
         """Take back a rollback that was handed out and not undone: it comes again."""
@@ -669,7 +540,7 @@ class Changes:
         group = self._options.group
         if anew and group is not None and group.on_assigned is not None:
             try:
-                given = maybe_await(group.on_assigned(sorted(anew))) or {}
+                given = self._call(group.on_assigned, sorted(anew)) or {}
                 if not given.keys() <= anew.keys():
                     raise InvalidArgumentError(
                         f"on_assigned returned partitions {sorted(given)[:5]}; must be among those it was given"
@@ -756,10 +627,29 @@ class Changes:
             rollback = self._following.rollback()
             if not callable(policy):
                 return self._following.offer(rollback)
-        maybe_await(policy(rollback))
+        self._call(policy, rollback)
         with self._mutex:
             self._following.undone(rollback)
         return None
+
+    def _call(self, function: Callable[[Any], Any], argument: object) -> Any:
+        """Call a function of the application, and renew a member's lease meanwhile."""
+        if self._options.group is None:
+            return maybe_await(function(argument))
+        returned = Event()
+        renewing = Background(partial(self._renew, returned), "upr-lease")
+        try:
+            return maybe_await(function(argument))
+        finally:
+            returned.set()
+            renewing.join()
+
+    def _renew(self, returned: Event) -> None:
+        while not returned.wait(_RENEWAL_SECONDS):
+            with self._mutex:
+                messages = self._following.renewals(unheard=True)[0]
+            for message in messages:
+                self._send(message)
 
     # The call.
 

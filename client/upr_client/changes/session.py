@@ -599,10 +599,14 @@ class Following:
         self.taken = None
         self.session.abandon()
 
-    def renewals(self) -> tuple[list[stream_pb2.FollowRequest], bool]:
-        """Return what a member's lease needs to be sent now, and whether an answer is awaited."""
+    def renewals(self, *, unheard: bool = False) -> tuple[list[stream_pb2.FollowRequest], bool]:
+        """Return what a member's lease needs to be sent now, and whether an answer is awaited.
+
+        Args:
+            unheard: answers are taken later, so that the lease goes on where it has ended by this member's own count.
+        """
         membership = self._membership
-        if membership is None or self.has_lapsed:
+        if membership is None or (self.has_lapsed and not unheard):
             return [], False
         return membership.due(self._clock.now()), membership.awaits_answer
 
