@@ -19,7 +19,7 @@ import pytest
 
 from tests.client.group_member import GROUP, LEASE_SECONDS
 from tests.harness import WAIT_SECONDS, RunningServer, wait_until
-from upr_client import AsyncClient, Change, Client, Group, Tuning
+from upr_client import AsyncClient, Change, Client, Group, Rollback, ServerPositions, Tuning
 from upr_client.types import AsyncBucket, AsyncChanges
 
 StartServer = Callable[..., RunningServer]
@@ -229,6 +229,39 @@ async def test_a_member_that_is_closed_while_it_is_assigned_revokes_all(target: 
             goes_on.set()
             await asyncio.wait([iterating, closing])
     assert len(held) == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "resume",
+    [Group(GROUP, lease_seconds=LEASE_SECONDS), ServerPositions("indexer")],
+    ids=["member", "sole owner"],
+)
+async def test_a_bucket_that_was_created_anew_before_positions_are_stored_is_a_rollback(
+    target: str, resume: Group | ServerPositions
+) -> None:
+    """The rollback takes longer than a lease, which is renewed meanwhile."""
+    undone: list[tuple[int, str]] = []
+
+    async def undo(rollback: Rollback) -> None:
+        undone.append((rollback.seqno, rollback.rule))
+        await asyncio.sleep(1.5 * LEASE_SECONDS)
+
+    async with AsyncClient(target) as client, asyncio.timeout(30):
+        await client.bucket().set(b"key", b"old")
+        changes = client.bucket().changes(
+            resume=resume, on_rollback=undo, tuning=Tuning(save_seconds=0)
+        )
+        async with changes:
+            while not isinstance(await anext(changes), Change):
+                pass
+            await client.admin.drop_bucket("default")
+            await client.admin.create_bucket("default")
+            await client.bucket().set(b"key", b"new")
+            while not isinstance(event := await anext(changes), Change):
+                pass
+    assert event.value == b"new"
+    assert undone == [(0, "bucket_gone")]
 
 
 @pytest.mark.asyncio

@@ -10,7 +10,7 @@ from upr_client._async.io import Semaphore, now, run_blocking
 from upr_client.changes.options import ChangesOptions
 from upr_client.changes.session import UNSAVED, Following
 from upr_client.positions import save_positions
-from upr_protocol.errors import FencedError, UprError
+from upr_protocol.errors import BucketGoneError, FencedError, UprError
 from upr_protocol.position import Position
 from upr_protocol.position_table import Found
 
@@ -96,7 +96,11 @@ class PositionStorage:
             except BaseException as error:
                 with self._mutex:
                     self._following.not_saved(positions, wait=in_server)
-                if in_server and isinstance(error, UprError) and error.retriable:
+                # Of a bucket that was created anew the call's own end tells, and a rollback.
+                may_pass = isinstance(error, BucketGoneError) or (
+                    isinstance(error, UprError) and error.retriable
+                )
+                if in_server and may_pass:
                     self._is_late = True
                     self._say(f"positions were not stored: {error}; trying again")
                     return
