@@ -47,7 +47,7 @@ def read_contexts() -> tuple[str, dict[str, dict[str, Any]]]:
         return str(found["current"]), contexts
     except FileNotFoundError:
         return "", {}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UprError(
             f"the file of contexts {path} is malformed",
             reason="CONTEXTS",

@@ -71,7 +71,8 @@ def endpoints_of(target: str | Sequence[str]) -> tuple[str, ...]:
         host, colon, port = endpoint.rpartition(":")
         named = endpoint.startswith(_SOCKETS)
         numbered = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= _PORT_MAX
-        if not named and not (host and colon and numbered):
+        spoken = not any("\ud800" <= character <= "\udfff" for character in endpoint)
+        if not spoken or (not named and not (host and colon and numbered)):
             raise InvalidArgumentError(
                 f"endpoint is {part!r}; must be HOST:PORT with a port of 1 to {_PORT_MAX}",
                 hint="give several with commas in between, or as a list",

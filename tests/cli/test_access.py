@@ -266,6 +266,20 @@ def test_a_file_of_contexts_with_what_is_no_path_is_malformed(name: object, tmp_
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "words"), [(["context"], "malformed"), (["token", "list"], "no JSON object")]
+)
+def test_a_file_of_brackets_is_no_error_of_the_program(
+    command: list[str], words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("[" * 100_000)
+    names = ("UPR_CONTEXTS", "UPR_SERVER_TOKENS")
+    done = CliRunner().invoke(admin.main, command, env=dict.fromkeys(names, str(file)))
+    assert done.exit_code == 2, done.stderr
+    assert words in done.stderr
+
+
 def test_takeovers_and_backups_take_a_context_by_its_name(world: World) -> None:
     root = ("--tls-ca", str(world.ca), "--token-file", str(world.folder / "root.token"))
     world.run("admin", "context", "add", "root", "--target", world.target, *root)

@@ -47,6 +47,8 @@ def test_targets(target: str | list[str], endpoints: tuple[str, ...]) -> None:
     [
         "",
         "a",
+        "\udcff:1",
+        "unix:\udcff",
         "a:",
         ":1",
         "a:0",

@@ -11,9 +11,10 @@ from tests.model import Row
 from tests.raw import cells_for, with_cells
 from upr.storage.directory import DataDirectory
 from upr.storage.store import Identity
-from upr.storage.undone import undone_files, write_undone
+from upr.storage.undone import UndoneFile, read_undone, undone_files, write_undone
 from upr_client.testing.memory import run_block
 from upr_protocol.block import Block
+from upr_protocol.errors import DataDamagedError
 
 P, TIME = 7, 100
 IDENTITY = Identity("b", 1)
@@ -75,3 +76,16 @@ def test_a_file_that_was_not_written_to_its_end_is_not_listed(
     (file,) = undone_files(tmp_path)
     assert file.time == TIME + 1
     assert [row["seqno"] for row in file.rows()] == [1]
+
+
+@pytest.mark.parametrize("line", [b"", b"\xff\xfe\n", b"{\n", b"[" * 100_000])
+def test_what_is_no_file_of_undone_mutations_is_damaged(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(line)
+    with pytest.raises(DataDamagedError, match="line 1 cannot be read"):
+        read_undone(path)
+    one = UndoneFile(path, "default", 1, 1, {})
+    path.write_bytes(b"{}\n" + line)
+    if line:
+        with pytest.raises(DataDamagedError, match="line 2 cannot be read"):
+            list(one.rows())

@@ -61,7 +61,7 @@ class UndoneFile:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the mutations in order, see the module; DataDamagedError if a line cannot be read."""
-        with self.path.open() as lines:
+        with self.path.open("rb") as lines:
             next(lines, None)
             for number, line in enumerate(lines, 2):
                 yield _parsed(self.path, number, line)
@@ -135,8 +135,8 @@ def undone_files(folder: Path) -> list[UndoneFile]:
 
 def read_undone(path: Path) -> UndoneFile:
     """Return one file; DataDamagedError if its first line cannot be read."""
-    with path.open() as lines:
-        head = _parsed(path, 1, next(lines, ""))
+    with path.open("rb") as lines:
+        head = _parsed(path, 1, next(lines, b""))
     try:
         markers = {int(partition): int(seqno) for partition, seqno in head["markers"].items()}
         return UndoneFile(
@@ -175,10 +175,10 @@ def _rows(blocks: Iterable[Block], markers: Mapping[int, int]) -> Iterator[dict[
                 yield {**row, "op": "set", "value": base64.b64encode(value or b"").decode()}
 
 
-def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise DataDamagedError(f"{path}: line {number} cannot be read")

@@ -165,7 +165,7 @@ def _parsed(line: str) -> Identity | None:
             # Nothing of the line: it may hold a token in the wrong place.
             raise _malformed(f"other fields; must be some of {', '.join(sorted(_FIELDS))}")
         return _identity(found)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, UprError):
             raise
         raise _malformed("no JSON object") from None
