@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from tests.client.certificates import Certificate, make_certificate
+from tests.client.certificates import Certificate, make_certificate, sign_anew
 from tests.conftest import StartServer
 from tests.harness import RunningServer, poll, until, wait_until
 from tests.service.bucket_state import break_journal
@@ -732,9 +732,10 @@ async def test_certificates_and_tokens_change_under_load(
 def test_a_client_certificate_is_an_identity(server_process: StartServer, tmp_path: Path) -> None:
     server, known = make_certificate(tmp_path, "server"), make_certificate(tmp_path, "indexer")
     other = make_certificate(tmp_path, "somebody")
+    expired = Certificate(other.key, sign_anew(tmp_path, "20250101000000Z", "20260101000000Z"))
     chain, key = files_of(server, tmp_path, "server")
     authority = tmp_path / "clients.pem"
-    authority.write_bytes(known.chain + other.chain)
+    authority.write_bytes(known.chain + other.chain + expired.chain)
     guarded = Guarded(
         server_process,
         tmp_path,
@@ -756,9 +757,11 @@ def test_a_client_certificate_is_an_identity(server_process: StartServer, tmp_pa
     # A token says more than the certificate.
     with client(other, guarded.owner) as one:
         one.bucket().set(b"k", b"v")
-    with client(None, guarded.owner) as one, pytest.raises(UprError) as failed:
-        one.bucket().get(b"k")
-    assert failed.value.reason == "UNAVAILABLE"
+    for shown in (None, expired):
+        with client(shown, guarded.owner) as one, pytest.raises(UnavailableError) as failed:
+            one.bucket().get(b"k")
+        assert "--tls-cert" in failed.value.hint
+        assert "has not expired" in failed.value.hint
 
 
 def test_without_identities_only_the_owner_destroys(

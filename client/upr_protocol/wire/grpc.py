@@ -122,7 +122,7 @@ _CAUSES: Final = (
     (
         ": socket closed",
         "what listens there closes the connection",
-        "does it want --tls, or a client's certificate (--tls-cert), or is it full?",
+        "does it want --tls, or a client's certificate (--tls-cert) that it trusts and that has not expired, or is it full?",
     ),
 )
 """Words in gRPC's details of a call that was not made, what they mean, and what to ask oneself."""
