@@ -4,7 +4,7 @@ import random
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from upr_client import backoff
 from upr_client._async.io import Background, Event, Queue, maybe_await, mutex
@@ -12,18 +12,26 @@ from upr_client.changes.events import Change, ChangeBatch, Rollback
 from upr_client.changes.options import HandlingOptions
 from upr_protocol.errors import HandlerError
 
-if TYPE_CHECKING:
-    from upr_client._async.changes import AsyncChanges
-
 Lane = Queue[Change | None]
 """Queue of changes handled one after the other, up to the first None."""
+
+
+class Handled(Protocol):
+    """What is needed of an ``AsyncChanges``."""
+
+    def batches(self) -> Any: ...
+    def ack(self, change: Change) -> bool: ...
+    def stop(self) -> None: ...
+    def _may_handle(self, change: Change) -> bool: ...
+    def _not_undone(self) -> None: ...
+    async def _call(self, function: Callable[[Any], Any], argument: object) -> Any: ...
 
 
 class Handling:
     """One ``AsyncChanges.run``."""
 
     def __init__(
-        self, changes: "AsyncChanges", handler: Callable[[Change], Any], options: HandlingOptions
+        self, changes: Handled, handler: Callable[[Change], Any], options: HandlingOptions
     ) -> None:
         self._changes = changes
         self._handler = handler
