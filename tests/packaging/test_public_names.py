@@ -16,7 +16,7 @@ FLAVOURS = ("_async", "_sync")
 RETURNED = [
     f"upr_client.{flavour}.{module}"
     for flavour in FLAVOURS
-    for module in ("admin", "bucket", "changes", "cuts", "view")
+    for module in ("admin", "bucket", "changes", "view")
 ]
 """Modules with classes that nobody makes by name: they are returned, or brought along by their parts."""
 

@@ -461,6 +461,10 @@ class ServerCall:
     def peer(self) -> str:
         return self._peer
 
+    def time_remaining(self) -> float | None:
+        # A client keeps its deadline to itself.
+        return None
+
     def invocation_metadata(self) -> tuple[()]:
         return ()
 

@@ -4,10 +4,14 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
-from upr_client._async import cuts
-from upr_client._async.bucket import AsyncBucket
+from upr_client._async.bucket import (
+    AsyncBucket,
+    AsyncCut,
+    create_cut,
+    release_cut,
+    renew_cut,
+)
 from upr_client._async.call import BucketHandle, Connection
-from upr_client._async.cuts import AsyncCut
 from upr_client.admin import (
     BucketInfo,
     ConsumerInfo,
@@ -340,7 +344,7 @@ class AsyncAdmin:
             TooManyError: the bucket has as many cuts as it may have.
             PartitionNotActiveError: a partition is dead or pending; name the others.
         """
-        return await cuts.create_cut(self._handle(bucket), name, partitions, lease)
+        return await create_cut(self._handle(bucket), name, partitions, lease)
 
     async def renew_cut(
         self, bucket: AsyncBucket | str, name: str, lease: float | None = None
@@ -350,11 +354,11 @@ class AsyncAdmin:
         Raises:
             CutNotFoundError: there is none of that name, or its lease has ended.
         """
-        return await cuts.renew_cut(self._handle(bucket), name, lease)
+        return await renew_cut(self._handle(bucket), name, lease)
 
     async def release_cut(self, bucket: AsyncBucket | str, name: str) -> bool:
         """Give a cut up; False when there is none of that name."""
-        return await cuts.release_cut(self._handle(bucket), name)
+        return await release_cut(self._handle(bucket), name)
 
     async def cuts(self, bucket: AsyncBucket | str, *, with_pins: bool = False) -> list[CutInfo]:
         """Return the cuts whose lease has not ended, oldest first."""

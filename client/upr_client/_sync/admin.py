@@ -5,10 +5,14 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
-from upr_client._sync import cuts
-from upr_client._sync.bucket import Bucket
+from upr_client._sync.bucket import (
+    Bucket,
+    Cut,
+    create_cut,
+    release_cut,
+    renew_cut,
+)
 from upr_client._sync.call import BucketHandle, Connection
-from upr_client._sync.cuts import Cut
 from upr_client.admin import (
     BucketInfo,
     ConsumerInfo,
@@ -341,7 +345,7 @@ class Admin:
             TooManyError: the bucket has as many cuts as it may have.
             PartitionNotActiveError: a partition is dead or pending; name the others.
         """
-        return cuts.create_cut(self._handle(bucket), name, partitions, lease)
+        return create_cut(self._handle(bucket), name, partitions, lease)
 
     def renew_cut(self, bucket: Bucket | str, name: str, lease: float | None = None) -> CutInfo:
         """Renew a cut's lease; None for the length that it has.
@@ -349,11 +353,11 @@ class Admin:
         Raises:
             CutNotFoundError: there is none of that name, or its lease has ended.
         """
-        return cuts.renew_cut(self._handle(bucket), name, lease)
+        return renew_cut(self._handle(bucket), name, lease)
 
     def release_cut(self, bucket: Bucket | str, name: str) -> bool:
         """Give a cut up; False when there is none of that name."""
-        return cuts.release_cut(self._handle(bucket), name)
+        return release_cut(self._handle(bucket), name)
 
     def cuts(self, bucket: Bucket | str, *, with_pins: bool = False) -> list[CutInfo]:
         """Return the cuts whose lease has not ended, oldest first."""
