@@ -13,8 +13,7 @@ finds one of the crossings.
 
 import struct
 import threading
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -57,6 +56,8 @@ ROWS_AT_ONCE = 2**16
 BITE_BYTES = 2 * 2**20
 BITE_BLOCKS = 1000
 """Most bytes and blocks searched before other requests have their turn; one block may be larger."""
+ROW_BYTES = 2**12
+"""What it costs to take a row out of a block, in bytes that are checked."""
 QUICK_BLOCKS = 8
 QUICK_BYTES = 2**18
 QUICK_ROWS = 2**19
@@ -132,39 +133,42 @@ class Lookup:
             rows = pc.is_in(keys_of(block), value_set=pa.array(list(keys), pa.binary()))
             self.take(block, np.flatnonzero(rows.to_numpy(zero_copy_only=False)).tolist())
 
-    def take(self, block: Encoded, rows: Sequence[int]) -> None:
-        """Take keys out of rows, ascending, of a checked block that is newer than those that are searched later."""
+    def take(self, block: Encoded, rows: Sequence[int]) -> int:
+        """Take keys out of rows, ascending, of a checked block that is newer than those that are searched later.
+
+        Returns:
+            What that was worth, in bytes of a block that is checked.
+        """
         (data, spans), runs = block.opened(), block.runs
-        # Where each column begins; -1 for one that is empty.
-        seqnos, ops, key_edges, keys, value_edges, values = (
-            first if end > first else -1
-            for first, end in (spans.get(field, ABSENT) for field in _COLUMNS)
-        )
-        owners, starts = runs["partition"].tolist(), runs["start_seqno"].tolist()
-        # Most blocks of the store have one run; one of the tail may have a thousand, and as many rows that are wanted.
-        bounds = row_bounds(runs).tolist() if len(runs) > 1 else [0]
-        for row in reversed(rows):
+        # These may be empty.
+        seqnos, seqnos_end = spans.get(SEQNOS, ABSENT)
+        ops, ops_end = spans.get(OPS, ABSENT)
+        key_edges, keys = spans.get(KEY_OFFSETS, ABSENT)[0], spans.get(KEYS, ABSENT)[0]
+        value_edges, values = spans.get(VALUE_OFFSETS, ABSENT)[0], spans.get(VALUES, ABSENT)[0]
+        left = self._left
+        for row, owner, start, before in _from_the_newest(runs, rows):
             first, end = _EDGES.unpack_from(data, key_edges + 4 * row)
-            key = bytes(data[keys + first : keys + end])
             # A writer may put a key into a partition that is not its own; such a row does not match.
-            run = bisect_right(bounds, row) - 1
-            number = self._open.get(owners[run], {}).get(key)
+            number = self._close(owner, bytes(data[keys + first : keys + end]))
             if number is None:
                 continue
-            self._close(owners[run], key)
-            offset = row - bounds[run] + 1
-            if seqnos >= 0:
+            offset = row - before + 1
+            if seqnos < seqnos_end:
                 (offset,) = _U32.unpack_from(data, seqnos + 4 * row)
             value = None
-            if ops < 0 or data[ops + row] != OP_DELETE:
+            if ops == ops_end or data[ops + row] != OP_DELETE:
                 first, end = _EDGES.unpack_from(data, value_edges + 4 * row)
                 value = bytes(data[values + first : values + end])
-            self._keep(number, Newest(starts[run] + offset, value))
+            self._keep(number, Newest(start + offset, value))
+        return ROW_BYTES * len(rows) + max(left - self._left, 0)
 
-    def _close(self, partition: int, key: bytes) -> None:
-        keys = self._open.get(partition, {})
-        if keys.pop(key, None) is not None and not keys:
+    def _close(self, partition: int, key: bytes) -> int | None:
+        """Search for a key no more; return its number, None if it was not searched for."""
+        keys = self._open.get(partition)
+        number = None if keys is None else keys.pop(key, None)
+        if number is not None and not keys:
             del self._open[partition]
+        return number
 
     def _keep(self, number: int, found: Newest) -> None:
         if number >= self.end:
@@ -180,7 +184,19 @@ class Lookup:
                     self._close(self.partitions[other], key)
 
 
-_COLUMNS = SEQNOS, OPS, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES
+def _from_the_newest(runs: Runs, rows: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield rows of a block from the last on: each with the partition, start and first row of its run."""
+    if len(runs) == 1:
+        # As most blocks of the store have it, where numpy would cost more than all else.
+        owner, start = int(runs["partition"][0]), int(runs["start_seqno"][0])
+        return ((row, owner, start, 0) for row in reversed(rows))
+    bounds = row_bounds(runs)
+    last_first = np.array(rows[::-1], np.int64)
+    at = np.searchsorted(bounds, last_first, side="right") - 1
+    fields = last_first, runs["partition"][at], runs["start_seqno"][at], bounds[at]
+    return zip(*(field.tolist() for field in fields), strict=True)
+
+
 _U32, _EDGES = struct.Struct("<I"), struct.Struct("<ii")
 
 
@@ -425,8 +441,7 @@ class TailSearch:
         size = 0
         while self._left and size < BITE_BYTES:
             entry, rows = self._left[-1]
-            size += len(entry.data)
-            if size > most:
+            if len(entry.data) > most:
                 break
             self._left.pop()
             try:
@@ -436,7 +451,7 @@ class TailSearch:
                 partitions = entry.runs["partition"].tolist()
                 self._lookup.fail(partitions, DataDamagedError(error.message))
                 continue
-            self._lookup.take(block, rows)
+            size += self._lookup.take(block, rows) if rows else len(entry.data)
         if not self._left and self._matched:
             # The newest row of a hash was of another key: look at all its rows.
             again = self._matched & self._lookup.sought()
