@@ -539,15 +539,23 @@ async def test_a_forced_promotion_that_fails_leaves_a_server_drained(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("at", ["begin", "promote"])
 async def test_a_server_that_is_drained_while_it_is_promoted_stays_drained(
-    ownership: Ownership, monkeypatch: pytest.MonkeyPatch, force: bool
+    ownership: Ownership, monkeypatch: pytest.MonkeyPatch, force: bool, at: str
 ) -> None:
-    methods = ReplicaMethods(ownership._catalog, ownership._config, lambda: "127.0.0.1:2")
+    async def step(what: str) -> None:
+        if what == at:
+            await methods.Drain(wire.DrainRequest(), cast(Context, None))
+
+    async def begin(*_: object, **__: bool) -> None:
+        await step("begin")
 
     async def promoted(**_: bool) -> Promoted:
-        await methods.Drain(wire.DrainRequest(), cast(Context, None))
+        await step("promote")
         return Promoted(CLAIM)
 
+    methods = ReplicaMethods(ownership._catalog, ownership._config, lambda: "127.0.0.1:2")
+    monkeypatch.setattr(methods, "_cluster", SimpleNamespace(begin=begin))
     monkeypatch.setattr(methods, "_check_not_waiting", lambda: None)
     monkeypatch.setattr(methods, "_successor", lambda: None)
     monkeypatch.setattr(methods._ownership, "promote", promoted)

@@ -173,7 +173,8 @@ class ReplicaMethods:
         )
 
     async def _promoted(self, *, force: bool, takeover: bool) -> Promoted:
-        if self._ownership.drained and not force:
+        was_drained = self._ownership.drained
+        if was_drained and not force:
             raise UprError(
                 "this server is drained, so it does not become active",
                 reason="DRAINED",
@@ -181,11 +182,9 @@ class ReplicaMethods:
             )
         if self._cluster is not None and not takeover:
             await self._cluster.begin(self._ownership, force=force)
-        # By force; one that came meanwhile stays.
-        was_drained = self._ownership.drained
         done = await self._ownership.promote(force=force, takeover=takeover)
         if was_drained:
-            # One that failed leaves it as it was.
+            # By force. A drain that came meanwhile stays, and a promotion that failed leaves it as it was.
             self._ownership.drained = False
             log.warning("drain", extra={"undo": True})
         return done
