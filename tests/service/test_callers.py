@@ -108,17 +108,18 @@ async def test_who_has_used_up_its_share_waits_and_is_refused_then(
     with pytest.raises(TooManyError, match="more than their share") as refused:
         await callers.pay("a", 0.01)
     assert refused.value.retriable
-    assert "wait 10 s" in refused.value.hint
+    assert "wait 10.0 s" in refused.value.hint
     assert slept == [callers_module.REFUSED_SECONDS]
     await callers.pay("b", 0.01)
     clock.now += 5
     slept.clear()
-    for options in ({"size": 2 * MIB}, {"within": 6.0}):
+    for options in ({"size": 2 * MIB}, {"within": 6.0}, {"within": 0.5}):
         with pytest.raises(TooManyError):
             await callers.pay("a", 0.01, **options)
     # Its deadline would pass while it waits, or hardly after.
     await callers.pay("a", 0.01, within=7.0)
-    assert slept == [*2 * [callers_module.REFUSED_SECONDS], pytest.approx(5)]
+    # Who is refused hears of it before its deadline, too.
+    assert slept == [*2 * [callers_module.REFUSED_SECONDS], pytest.approx(0.4), pytest.approx(5)]
     clock.now += 10_000
     slept.clear()
     for _ in range(10):
@@ -140,12 +141,15 @@ async def test_who_gives_up_waiting_pays_nothing() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_would_wait_beyond_its_deadline_is_told_why(server_process: StartServer) -> None:
+@pytest.mark.parametrize("seconds", [2.0, 0.5])
+async def test_who_would_wait_beyond_its_deadline_is_told_why(
+    server_process: StartServer, seconds: float
+) -> None:
     poor = {"dear": (PEER_SHARE, 0.001)}
     server = server_process(constants={"upr.service.overload.callers._RATES": poor})
     request = changes.ListCutsRequest(with_partitions=True)
     async with RawClient(server.target) as client:
-        calls = [client.changes.ListCuts(request, timeout=2.0) for _ in range(12)]
+        calls = [client.changes.ListCuts(request, timeout=seconds) for _ in range(12)]
         ended = await asyncio.gather(*calls, return_exceptions=True)
     refused = [error_from_call(one) for one in ended if isinstance(one, grpc.RpcError)]
     assert "TOO_MANY" in {one.reason for one in refused}

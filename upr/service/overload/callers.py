@@ -258,10 +258,11 @@ class Callers:
         left = self._account(peer).wait(self._clock())
         longest = WAIT_SECONDS if within is None else min(WAIT_SECONDS, WAIT_SHARE * within)
         if left > 0 and (left >= longest or size > WAIT_BYTES):
-            await asyncio.sleep(REFUSED_SECONDS)
+            # Not beyond its deadline: it would not learn why.
+            await asyncio.sleep(min(REFUSED_SECONDS, longest))
             raise TooManyError(
                 f"the calls of {peer} take more than their share of the server's time",
-                hint=f"wait {left:.0f} s, and ask for less at a time",
+                hint=f"wait {left:.1f} s, and ask for less at a time",
             )
         await self.turn(peer, seconds)
         self.turns.charge(seconds)
