@@ -1,6 +1,7 @@
 """The compactor's turns: every partition is looked at, however fast others change; and what it leaves as it is."""
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -337,6 +338,29 @@ async def test_a_quota_has_less_reclaimed_than_other_compaction_also_after_a_swe
         assert await compact(host) == [*before, len(few)], "a sweep leaves it"
         host.compactor.reclaim()
         assert sum(await compact(host)) == count
+
+
+@pytest.mark.asyncio
+async def test_what_was_chosen_for_a_quota_is_rewritten_so_when_nothing_is_refused_any_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with compacted_by_hand(folder) as host:
+        keys = some_keys(P, 3000)
+        for first in range(0, 3000, 500):
+            await flush(host, dict.fromkeys(keys[first : first + 500], bytes(4000)))
+        await compact(host)
+        await delete(host, keys[:60])
+        await compact(host)
+        look = host.compactor._look
+
+        def last(pins: Mapping[int, Sequence[int]]) -> object:
+            found = look(pins)
+            host.compactor._reclaim_until = -math.inf
+            return found
+
+        monkeypatch.setattr(host.compactor, "_look", last)
+        host.compactor.reclaim()
+        assert sum(await compact(host)) == 3000
 
 
 @pytest.mark.asyncio

@@ -151,6 +151,8 @@ class Compactor:
             worth: np.zeros(PARTITIONS, np.uint64) for worth in (WORTH_FRACTION, RECLAIM_FRACTION)
         }
         """The seqno through which each partition was reclaimed, by the part of its bytes that had to be superseded."""
+        self._worth = WORTH_FRACTION
+        """That part, of what is looked at and rewritten now."""
         self._compared: set[int] = set()
         """Partitions whose range is not rewritten before its keys were compared, however small it is."""
         self._looked = dict[int, tuple[float, int]]()
@@ -188,14 +190,12 @@ class Compactor:
         self._reclaim_now()
 
     def _reclaim_now(self) -> None:
-        reclaimed = self._reclaimed[self._worth]
+        reclaimed = self._reclaimed[self._worth_now()]
         new = np.flatnonzero(self._bucket.partitions.stored > reclaimed).tolist()
         self._reclaiming.update(new)
         self.note(new)
 
-    @property
-    def _worth(self) -> float:
-        """Which part of a range's bytes must be superseded for it to be rewritten now."""
+    def _worth_now(self) -> float:
         at_quota = time.monotonic() < self._reclaim_until
         return RECLAIM_FRACTION if at_quota else WORTH_FRACTION
 
@@ -309,6 +309,8 @@ class Compactor:
     # Choosing
 
     async def _merge(self, partitions: Sequence[int]) -> None:
+        # Once: what is chosen for a quota is rewritten so, also when writes are no longer refused.
+        self._worth = self._worth_now()
         pins = {p: self._bucket.cuts.pinned(p) for p in partitions}
         ranges, problems, costs = await self.in_thread(lambda: self._look(pins))
         self.damaged(problems)
