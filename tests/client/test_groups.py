@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.client.group_member import GROUP, LEASE_SECONDS
-from tests.harness import WAIT_SECONDS, RunningServer, wait_until
+from tests.harness import WAIT_SECONDS, RunningServer, until, wait_until
 from upr_client import AsyncClient, Change, Client, Group, Rollback, ServerPositions, Tuning
 from upr_client.types import AsyncBucket, AsyncChanges
 
@@ -262,6 +262,50 @@ async def test_a_bucket_that_was_created_anew_before_positions_are_stored_is_a_r
                 pass
     assert event.value == b"new"
     assert undone == [(0, "bucket_gone")]
+
+
+@pytest.mark.asyncio
+async def test_what_another_member_had_while_on_assigned_ran_is_assigned_anew(target: str) -> None:
+    told: list[tuple[str, int]] = []
+    goes_on = asyncio.Event()
+
+    async def take(partitions: list[int]) -> None:
+        told.append(("assigned", len(partitions)))
+        await goes_on.wait()
+
+    def lose(partitions: list[int]) -> None:
+        told.append(("revoked", len(partitions)))
+
+    slow = Group(GROUP, lease_seconds=LEASE_SECONDS, on_assigned=take, on_revoked=lose)
+    other = Group(GROUP, lease_seconds=LEASE_SECONDS)
+    async with AsyncClient(target) as client, asyncio.timeout(WAIT_SECONDS):
+        bucket = client.bucket()
+        await bucket.write_many((b"key %d" % i, b"v") for i in range(CHANGES))
+        handed: list[set[bytes]] = [set(), set()]
+        async with bucket.changes(resume=slow) as member:
+
+            async def iterate() -> None:
+                async for event in member:
+                    if isinstance(event, Change):
+                        handed[1].add(event.key)
+
+            iterating = asyncio.create_task(iterate())
+            await until(lambda: told)
+            async with bucket.changes(resume=other, acknowledge="manual") as another:
+                # Of those that were not handed over in time.
+                async for batch in another.batches():
+                    another.ack_batch(batch)
+                    handed[0].update(change.key for change in batch.changes)
+                    if len(handed[0]) > CHANGES // 4:
+                        break
+            # What was said is older than a lease when it is taken.
+            await asyncio.sleep(1.5 * LEASE_SECONDS)
+            goes_on.set()
+            await until(lambda: len(handed[0] | handed[1]) == CHANGES)
+            member.stop()
+            await iterating
+    assert told[:3] == [("assigned", 1024), ("revoked", 512), ("assigned", 512)]
+    assert not handed[0] & handed[1]
 
 
 @pytest.mark.asyncio

@@ -74,6 +74,19 @@ def test_what_was_released_is_begun_again_once_the_server_has_read_that() -> Non
     assert membership.renewed(renewal(membership, 114), 115) is None
 
 
+def test_what_was_another_ones_while_assignments_waited_is_lost_and_begun_anew() -> None:
+    """As when ``on_assigned`` runs for several leases: what is said meanwhile is taken at its end."""
+    membership = member(lease=30, at=100)
+    membership.assigned(assignment(5, 1, 2, 3), 100)
+    number = renewal(membership, 120)
+    later = renewal(membership, 140)
+    assert membership.assigned(assignment(6, 1, 2), 160) is None
+    assert membership.renewed(number, 160) is None
+    assert membership.assigned(assignment(7, 1, 2, 3, 4), 160) is None
+    assert membership.renewed(later, 160) == ([3, 4], [3], [], [])
+    assert membership.assigned(assignment(8, 1, 2, 3, 4), 161) == ([], [], [], [])
+
+
 def test_an_assignment_that_cannot_be() -> None:
     membership = member()
     membership.assigned(assignment(5, 1), 100)

@@ -494,10 +494,10 @@ class AsyncChanges:
 
     async def _next_step(self) -> Step:
         self._report()
-        await self._tell_revoked()
         if self._following.has_lapsed:
             # Not if it was renewed while a function of the application ran.
             await self._keep_share()
+        await self._tell_revoked()
         with self._mutex:
             return self._following.next_step(self._follow is not None)
 

@@ -495,10 +495,10 @@ class Changes:
 
     def _next_step(self) -> Step:
         self._report()
-        self._tell_revoked()
         if self._following.has_lapsed:
             # Not if it was renewed while a function of the application ran.
             self._keep_share()
+        self._tell_revoked()
         with self._mutex:
             return self._following.next_step(self._follow is not None)
 

@@ -64,6 +64,8 @@ class Membership:
         self._released: dict[int, int] = {}
         # Those of ``owned`` that are not begun: to be released, or released a moment ago.
         self._passing: set[int] = set()
+        # Those of ``owned`` that one did not name which had to wait: they may have been another member's meanwhile.
+        self._missed: set[int] = set()
 
     def opened(self, server_id: int, lease_seconds: float, sent_at: float) -> list[int]:
         """A call was accepted whose Open was sent then. Return what is not this member's any more.
@@ -100,6 +102,7 @@ class Membership:
         if self.expired(now):
             # The age of this Assignment is unknown; the answer to a Renew shows the lease.
             self._waiting = message
+            self._missed |= self.owned - set(message.owned)
             return None
         if message.generation < self.generation:
             raise ProtocolError(
@@ -111,10 +114,11 @@ class Membership:
             raise ProtocolError(
                 f"the server asks to release partitions that are not owned: {sorted(release - owned)[:5]}"
             )
-        coming = owned - (self.owned - self._passing)
+        coming = owned - (self.owned - self._passing - self._missed)
         # They may be another member's by now.
         self._passing = coming & (release | self._released.keys())
-        gained, lost = sorted(coming - self._passing), sorted(self.owned - owned)
+        gained = sorted(coming - self._passing)
+        lost, self._missed = sorted((self.owned - owned) | self._missed), set()
         kept = sorted((self.releasing.keys() & owned) - release - coming)
         self.generation = message.generation
         self.is_told = True
@@ -139,6 +143,7 @@ class Membership:
         gone = sorted(self.owned if partitions is None else self.owned & set(partitions))
         self.owned.difference_update(gone)
         self._passing.difference_update(gone)
+        self._missed.difference_update(gone)
         for partition in gone:
             self.releasing.pop(partition, None)
         return gone
