@@ -265,6 +265,35 @@ async def test_a_bucket_that_was_created_anew_before_positions_are_stored_is_a_r
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "resume", [Group(GROUP), ServerPositions("indexer")], ids=["member", "sole owner"]
+)
+async def test_a_bucket_that_was_created_anew_before_positions_are_loaded_is_a_rollback(
+    target: str, resume: Group | ServerPositions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undone: list[str] = []
+    async with AsyncClient(target) as client, asyncio.timeout(WAIT_SECONDS):
+        await client.bucket().set(b"key", b"old")
+        changes = client.bucket().changes(
+            resume=resume, on_rollback=lambda rollback: undone.append(rollback.rule)
+        )
+
+        async def load() -> object:
+            monkeypatch.undo()
+            await client.admin.drop_bucket("default")
+            await client.admin.create_bucket("default")
+            await client.bucket().set(b"key", b"new")
+            return await changes._storage.load()
+
+        monkeypatch.setattr(changes._storage, "load", load)
+        async with changes:
+            while not isinstance(event := await anext(changes), Change):
+                pass
+    assert event.value == b"new"
+    assert undone == [], "nothing had been received"
+
+
+@pytest.mark.asyncio
 async def test_what_another_member_had_while_on_assigned_ran_is_assigned_anew(target: str) -> None:
     told: list[tuple[str, int]] = []
     goes_on = asyncio.Event()
