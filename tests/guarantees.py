@@ -239,10 +239,13 @@ def liveness(history: History) -> None:
     """Every stream moves to the end or has ended with a reason; nothing comes of one that is not open."""
     readers = Readers(states=False)
     streams: dict[Place, Event] = {}
+    shares: dict[str, list[int]] = {}
     for event in history:
         readers.take(event)
         kind = event["event"]
-        if kind == "start":
+        if kind == "granted" and event["shared"]:
+            shares[event["reader"]] = event["partitions"]
+        elif kind == "start":
             streams.pop((event["reader"], event["partition"]), None)
             if event["answer"] == "started":
                 streams[event["reader"], event["partition"]] = event
@@ -268,6 +271,9 @@ def liveness(history: History) -> None:
                 del streams[event["reader"], event["partition"]]
         elif kind == "settled":
             for (reader, p), opened in streams.items():
+                if p not in shares.get(reader, [p]):
+                    # A Start that was on its way when its member lost the partition opened it; it ended with the share.
+                    continue
                 at = readers.at(reader, p).seqno
                 if p in event["high"] and at != event["high"][p]:
                     refuse(f"{reader}, partition {p}: it stands still at {at}", opened, event)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,13 @@ def kept_in_the_server() -> History:
     """One member hands in seqno 2 and goes; the next is told so, and hands in 3."""
     first, second = "member 1 in call 1", "member 2 in call 2"
     return [
-        of_consumer("granted", owner=first, partitions=[5], shared=True),
+        of_consumer("granted", reader="m1", owner=first, partitions=[5], shared=True),
         {**position("handed_in", A, 1, []), "kept_as": "g", "save": 1, "reader": "m1"},
         of_consumer("accepted", owner=first, saves={5: 1}),
         of_consumer("kept", partition=5, save=1),
         of_consumer("saved", saves={5: 1}),
-        of_consumer("granted", owner=first, partitions=[], shared=True),
-        of_consumer("granted", owner=second, partitions=[5], shared=True),
+        of_consumer("granted", reader="m1", owner=first, partitions=[], shared=True),
+        of_consumer("granted", reader="m2", owner=second, partitions=[5], shared=True),
         of_consumer("told", owner=second, saves={5: 1}),
         {**position("handed_in", A, 2, []), "kept_as": "g", "save": 2, "reader": "m2"},
         of_consumer("accepted", owner=second, saves={5: 2}),
@@ -270,6 +271,16 @@ def test_a_bad_one_is_refused(name: str, what: str, change: Change) -> None:
     change(history)
     with pytest.raises(AssertionError):
         getattr(guarantees, name)(history)
+
+
+@pytest.mark.parametrize("share", [[], [5]])
+def test_a_stream_stands_still_only_in_the_share_of_its_member(share: list[int]) -> None:
+    history = good()
+    of_good = {"reader": "r", "owner": "r in call 1", "shared": True}
+    history.insert(-1, of_consumer("granted", partitions=share, **of_good))
+    both(without("ended"), at("settled", 0, high={5: 6}))(history)
+    with pytest.raises(AssertionError, match="stands still") if share else nullcontext():
+        guarantees.liveness(history)
 
 
 def test_no_validator_is_without_a_bad_history() -> None:

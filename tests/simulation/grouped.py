@@ -167,6 +167,7 @@ class GroupWorld(NetworkedWorld):
     def _granted(self, client: Owner, partitions: list[int], *, shared: bool) -> None:
         self.recorder.add(
             "granted",
+            reader=client.name,
             consumer=client.kept_as,
             owner=client.owner,
             partitions=partitions,
