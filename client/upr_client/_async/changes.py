@@ -35,7 +35,6 @@ from upr_client.changes.status import ChangesStatus
 from upr_client.endpoints import SILENT_REASON
 from upr_client.writes import WriteResult, WriteResults, token_of
 from upr_protocol.errors import (
-    BucketGoneError,
     ClosedError,
     FencedError,
     InvalidArgumentError,
@@ -534,8 +533,6 @@ class AsyncChanges:
         except InvalidArgumentError:
             raise
         except UprError as error:
-            # Of a bucket that was created anew the next call tells, and a rollback.
-            error.retriable = error.retriable or isinstance(error, BucketGoneError)
             await self._lost(error)
             return
         anew: Mapping[int, Position | None] = {} if self._closed else found

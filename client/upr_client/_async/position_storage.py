@@ -96,11 +96,7 @@ class PositionStorage:
             except BaseException as error:
                 with self._mutex:
                     self._following.not_saved(positions, wait=in_server)
-                # Of a bucket that was created anew the call's own end tells, and a rollback.
-                may_pass = isinstance(error, BucketGoneError) or (
-                    isinstance(error, UprError) and error.retriable
-                )
-                if in_server and may_pass:
+                if in_server and isinstance(error, UprError) and error.retriable:
                     self._is_late = True
                     self._say(f"positions were not stored: {error}; trying again")
                     return
@@ -117,9 +113,8 @@ class PositionStorage:
         assert ownership is not None
         version = self._following.session.bucket_version
         request = ownership.save_request(self._bucket.name, version, positions)
-        connection = self._bucket.connection
         seconds = None if until is None else max(until - now(), 0.0)
-        answer = await connection.ask(connection.stubs().streams.SavePositions, request, seconds)
+        answer = await self._ask("SavePositions", request, seconds)
         return [refused.partition for refused in answer.refused_partitions]
 
     async def load(self) -> Found:
@@ -132,7 +127,16 @@ class PositionStorage:
         assert ownership is not None
         version = self._following.session.bucket_version
         request = ownership.load_request(self._bucket.name, version)
-        connection = self._bucket.connection
-        answer = await connection.ask(connection.stubs().streams.LoadPositions, request)
+        answer = await self._ask("LoadPositions", request)
         with self._mutex:
             return ownership.found(answer)
+
+    async def _ask(self, name: str, request: Any, seconds: float | None = None) -> Any:
+        connection = self._bucket.connection
+        try:
+            method = getattr(connection.stubs().streams, name)
+            return await connection.ask(method, request, seconds)
+        except BucketGoneError as error:
+            # Of a bucket that was created anew the call's own end, or the next call, tells, and a rollback.
+            error.retriable = True
+            raise
