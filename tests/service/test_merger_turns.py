@@ -300,6 +300,13 @@ async def test_a_partition_that_is_damaged_costs_nothing_more(folder: Path) -> N
         assert P not in host.compactor._backlog.waiting
 
 
+async def filled(host: BucketService, keys: Sequence[bytes]) -> list[int]:
+    """Store values of 4,000 bytes in several flushes, and compact them; returns the rows of each block."""
+    for first in range(0, len(keys), 500):
+        await flush(host, dict.fromkeys(keys[first : first + 500], bytes(4000)))
+    return await compact(host)
+
+
 async def delete(host: BucketService, keys: Sequence[bytes]) -> None:
     await flush(host, dict.fromkeys(keys))
 
@@ -329,9 +336,7 @@ async def test_a_quota_has_less_reclaimed_than_other_compaction_also_after_a_swe
 ) -> None:
     async with compacted_by_hand(folder) as host:
         keys = some_keys(P, count)
-        for first in range(0, count, 500):
-            await flush(host, dict.fromkeys(keys[first : first + 500], bytes(4000)))
-        before = await compact(host)
+        before = await filled(host, keys)
         # The few rows are in one block; its hashes alone do not tell that it is worth it.
         await delete(host, few := keys[: count // 50])
         host.compactor._reclaim_now()
@@ -346,9 +351,7 @@ async def test_what_was_chosen_for_a_quota_is_rewritten_so_when_nothing_is_refus
 ) -> None:
     async with compacted_by_hand(folder) as host:
         keys = some_keys(P, 3000)
-        for first in range(0, 3000, 500):
-            await flush(host, dict.fromkeys(keys[first : first + 500], bytes(4000)))
-        await compact(host)
+        await filled(host, keys)
         await delete(host, keys[:60])
         await compact(host)
         look = host.compactor._look

@@ -155,8 +155,8 @@ class Compactor:
         """That part, of what is looked at and rewritten now."""
         self._compared: set[int] = set()
         """Partitions whose range is not rewritten before its keys were compared, however small it is."""
-        self._looked = dict[int, tuple[float, int]]()
-        """As ``_reclaimed``, of partitions that a look has reclaimed."""
+        self._looked = dict[int, int]()
+        """The seqno through which the look of now has reclaimed each partition, by ``_worth``."""
         self._without_room: set[int] = set()
         self._stored_at_start = bucket.partitions.stored.copy()
         self.turn = asyncio.Lock()
@@ -311,16 +311,17 @@ class Compactor:
     async def _merge(self, partitions: Sequence[int]) -> None:
         # Once: what is chosen for a quota is rewritten so, also when writes are no longer refused.
         self._worth = self._worth_now()
+        self._looked.clear()
         pins = {p: self._bucket.cuts.pinned(p) for p in partitions}
         ranges, problems, costs = await self.in_thread(lambda: self._look(pins))
         self.damaged(problems)
         # What was flushed meanwhile has them looked at again.
         waiting = self._backlog.waiting
         self._costs.update((p, found) for p, found in costs.items() if p not in waiting)
-        for partition, (worth, seqno) in self._looked.items():
+        reclaimed = self._reclaimed[self._worth]
+        for partition, seqno in self._looked.items():
             if partition not in waiting:
-                self._reclaimed[worth][partition] = seqno
-        self._looked.clear()
+                reclaimed[partition] = seqno
         for partition in set(partitions).difference(one.partition for one in ranges):
             self._backlog.in_order(partition)
         crossed = [one.partition for one in ranges if self.crosses_pin(one)]
@@ -406,7 +407,7 @@ class Compactor:
         through = int(self._reclaimed[worth][partition])
         while (found := plan_reclaim(partition, heads, pinned, through)) is not None:
             before, through = through, found.end
-            self._looked[partition] = worth, through
+            self._looked[partition] = through
             oldest = stretches(partition, found.heads, self.settled_of(partition, heads))[0]
             few = has_few_new(found, max(before, oldest.end))
             # Where there are too many hashes for a look, all keys are read.
@@ -417,7 +418,7 @@ class Compactor:
             elif _is_direct(found) and not self._loses(found, worth):
                 continue
             return found
-        self._looked[partition] = worth, heads[-1].end if heads else 0
+        self._looked[partition] = heads[-1].end if heads else 0
         return None
 
     def _loses(self, one: BlockRange, fraction: float) -> bool:
