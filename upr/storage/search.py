@@ -57,7 +57,7 @@ BITE_BYTES = 2 * 2**20
 BITE_BLOCKS = 1000
 """Most bytes and blocks searched before other requests have their turn; one block may be larger."""
 ROW_BYTES = 2**12
-"""What it costs to take a row out of a block, in bytes that are checked."""
+"""Cost of taking a row out of a block, in bytes that are checked."""
 QUICK_BLOCKS = 8
 QUICK_BYTES = 2**18
 QUICK_ROWS = 2**19
@@ -137,7 +137,7 @@ class Lookup:
         """Take keys out of rows, ascending, of a checked block that is newer than those that are searched later.
 
         Returns:
-            What that was worth, in bytes of a block that is checked.
+            What that cost, in bytes of a block that is checked.
         """
         (data, spans), runs = block.opened(), block.runs
         # These may be empty.

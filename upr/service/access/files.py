@@ -167,8 +167,11 @@ class Certificates:
     @property
     def problem(self) -> UprError | None:
         """Why the files that are there now cannot be used; else that the certificate has expired, or soon will."""
-        if self.watched.problem is not None or self._validity is None:
-            return self.watched.problem
+        return self.watched.problem or self._ending()
+
+    def _ending(self) -> UprError | None:
+        if self._validity is None:
+            return None
         (first, last), now = self._validity, time.time()
         if now < last - ENDS_SOON * (last - first):
             return None
@@ -181,10 +184,10 @@ class Certificates:
 
     def tell(self) -> None:
         """Log once that the certificate soon expires, and once that it has."""
-        problem = self.problem
-        told, self._told = self._told, "" if problem is None else problem.reason
-        if problem is not None and self._told.startswith("CERTIFICATE") and self._told != told:
-            log.error("the TLS certificate expires, or has expired", extra={"error": str(problem)})
+        ending = None if self.watched.problem else self._ending()
+        told, self._told = self._told, "" if ending is None else ending.reason
+        if ending is not None and ending.reason != told:
+            log.error("the TLS certificate expires, or has expired", extra={"error": str(ending)})
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         chain, key, roots = read_tls(self._cert, self._key, self._client_ca)
