@@ -16,6 +16,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCES: Final = (
     "client/upr_protocol/_rows.c",
     "upr/storage/_merge.c",
+    "upr/storage/_search.c",
     "upr/service/buckets/_writer.c",
 )
 SECONDS: Final = 120.0

@@ -36,8 +36,10 @@ ALL_SECONDS = 690
 BUILT_FROM = (
     "pyproject.toml",
     "client/upr_protocol/_columns.h",
+    "upr/storage/_blocks.h",
     "client/upr_protocol/_rows.c",
     "upr/storage/_merge.c",
+    "upr/storage/_search.c",
     "upr/service/buckets/_writer.c",
     "tools/build_compiled.py",
 )

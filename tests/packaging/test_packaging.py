@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import upr
+from tools import build_compiled
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -236,6 +237,7 @@ def test_a_wheel_without_a_compiler_is_pure(tmp_path: Path) -> None:
         "upr_protocol/block.py",
         "upr_protocol/_rows.pyi",
         "upr/storage/_merge.pyi",
+        "upr/storage/_search.pyi",
         "upr/service/buckets/_writer.pyi",
         "pyspark_upr.py",
     } <= names
@@ -248,15 +250,20 @@ def test_a_wheel_with_a_compiler_has_the_compiled_modules(tmp_path: Path) -> Non
         assert made.filename is not None
         assert not made.filename.endswith("-none-any.whl")
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        sources = ("upr_protocol/_rows", "upr/storage/_merge", "upr/service/buckets/_writer")
-        assert {source + suffix for source in sources} <= set(made.namelist())
+        modules = {
+            source.removesuffix(".c").removeprefix("client/") for source in build_compiled.SOURCES
+        }
+        assert {module + suffix for module in modules} <= set(made.namelist())
         made.extractall(tmp_path / "installed")
     code = (
         "from upr_protocol import block; from upr.storage import blocks; from upr.service.buckets import disk_threads;"
-        "print(block.COMPILED.__name__, blocks.MERGE.__module__, disk_threads.WRITER.__module__)"
+        "print(block.COMPILED.__name__, blocks.MERGE.__module__, blocks.OPENED.__module__, disk_threads.WRITER.__module__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True
     )
-    assert done.stdout == b"upr_protocol._rows upr.storage._merge upr.service.buckets._writer\n"
+    assert (
+        done.stdout
+        == b"upr_protocol._rows upr.storage._merge upr.storage._search upr.service.buckets._writer\n"
+    )

@@ -360,11 +360,16 @@ def test_a_search_of_many_small_blocks_comes_in_steps(
     assert found(store, keys) == model
 
 
-def test_a_search_for_one_key_stops_at_the_block_that_has_it(store: Store) -> None:
+def test_a_search_stops_at_the_first_block_that_has_a_key(store: Store) -> None:
     keys, model = six_blocks(store)
     with store.look() as cursor:
-        assert cursor.candidate(P, 6, 0, 10**9, hash_of(keys[3]))[0] == (3, 4, 1, [0])
-        assert cursor.candidate(P, 6, 0, 10**9, hash_of(b"none"))[0] == (0, 1, 1, [])
+        assert cursor.candidate(P, 6, 0, 10**9, {hash_of(keys[3]), hash_of(keys[1])})[0] == (
+            3,
+            4,
+            1,
+            [0],
+        )
+        assert cursor.candidate(P, 6, 0, 10**9, {hash_of(b"none")})[0] == (0, 1, 1, [])
     for key in (keys[3], keys[0], some_keys(P, 9)[8]):
         assert found(store, [key]) == ({key: model[key]} if key in model else {})
 

@@ -1,4 +1,4 @@
-"""What the compiled module merges, or finds, is to the byte what Python makes of it, whatever it is."""
+"""What the compiled modules merge, or find, is to the byte what Python makes of it, whatever it is."""
 
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -13,10 +13,18 @@ from hypothesis import strategies as st
 from tests.compiled import load
 from tests.raw import with_cells
 from upr.storage import blocks as blocks_module
-from upr.storage.blocks import BlockCursor, BlockRange, Encoded, head_of
+from upr.storage.blocks import (
+    BlockCursor,
+    BlockRange,
+    Encoded,
+    checked,
+    head_of,
+    read_rows,
+    rows_of,
+)
 from upr.storage.compact import Chunk, FlushSlice, Merged, PurgeLimits, merge_direct, merge_slice
 from upr.storage.keyspace import _WEIGHTS, block_key, hash_of, pack_hashes, seal
-from upr_protocol.block import RUN, Block, build_block, make_runs, sealed
+from upr_protocol.block import RUN, Block, FurtherColumn, build_block, make_runs, sealed
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
 from upr_protocol.wire.codec import (
     check_encoded,
@@ -36,17 +44,28 @@ Merge = Callable[..., Any]
 
 
 @pytest.fixture(scope="module", params=["", "-DCRC_BY_TABLES"])
-def module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The compiled module; on processors without an instruction for checksums these come from tables."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param:
-            patch.setenv("CC", f"cc {request.param}")
-        return load("upr.storage._merge", tmp_path_factory.mktemp("compiled"))
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Any]:
+    """Load a compiled module; on processors without an instruction for checksums these come from tables."""
+
+    def load_one(name: str) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if request.param:
+                patch.setenv("CC", f"cc {request.param}")
+            return load(name, tmp_path_factory.mktemp("compiled"))
+
+    return load_one
 
 
 @pytest.fixture(scope="module")
-def merge(module: Any) -> Merge:
-    found: Merge = module.merge
+def module(loaded: Callable[[str], Any]) -> Any:
+    return loaded("upr.storage._search")
+
+
+@pytest.fixture(scope="module")
+def merge(loaded: Callable[[str], Any]) -> Merge:
+    found: Merge = loaded("upr.storage._merge").merge
     return found
 
 
@@ -440,7 +459,65 @@ def test_what_is_not_for_the_module_is_not_opened(module: Any) -> None:
         module.opened(7)
 
 
-HASHES = st.lists(st.integers(0, 3), max_size=5)
+FAR = st.sampled_from([2**15, 2**31 + 1, 2**32 - 1])
+"""Hashes whose low bits are those of others."""
+
+
+@given(numbered(), st.data())
+@settings(max_examples=200)
+def test_rows_are_those_that_python_reads(
+    module: Any, blocks: list[Block], data: st.DataObject
+) -> None:
+    whole = encode_block(data.draw(st.sampled_from(blocks)))
+    total = checked(whole).runs["count"].sum()
+    rows = sorted(data.draw(st.sets(st.integers(0, int(total) - 1)))) if total else []
+    expected = rows_of(checked(whole), rows)
+    for check in (False, True):
+        assert module.rows_at(memoryview(whole), rows, check) == expected
+        assert module.rows_at(whole, [*rows, int(total)], check) is None
+    assert [row[:2] for row in expected] == [
+        (run["partition"], run["start_seqno"] + number) for run, number in numbers_at(whole, rows)
+    ]
+    at, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
+    changed = whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
+    for other in (changed, whole[:at]):
+        told = module.rows_at(other, rows, True)
+        if told is not None:
+            assert told == rows_of(checked(other), rows)
+        # What was not checked may say anything, and is read within its bounds.
+        module.rows_at(other, rows, False)
+
+
+def numbers_at(whole: bytes, rows: list[int]) -> list[tuple[Any, int]]:
+    """The run and the number in it of each row, the last row first."""
+    block = decode_block(whole)
+    owners = np.repeat(np.arange(len(block.runs)), block.runs["count"])
+    numbers = np.concatenate([np.arange(1, n + 1) for n in block.runs["count"]])
+    if block.seqnos:
+        numbers = np.frombuffer(block.seqnos, "<u4")
+    return [(block.runs[owners[row]], int(numbers[row])) for row in reversed(rows)]
+
+
+def test_rows_of_what_is_not_for_the_module_are_left_to_python(module: Any) -> None:
+    runs = make_runs([3], [3], 0, 3, 3, 1)
+    block = sealed(replace(build_block([b"k", b"m", b"l"], [b"v" * 600, b"", None]), runs=runs))
+    further = (FurtherColumn(17, edges([b"", b"x", b""]), b"x"),)
+    whole = encode_block(block)
+    others = compress_block(whole), encode_block(sealed(replace(block, further=further)))
+    assert [module.rows_at(other, [0, 2], True) for other in others] == [None, None]
+    for one in (whole, *others):
+        assert read_rows(one, [0, 2], check=True) == [(3, 3, b"l", None), (3, 1, b"k", b"v" * 600)]
+    assert read_rows(whole, [1], check=True) == [(3, 2, b"m", b"")]
+    wrong: list[Any] = [(0,), ["0"], 0]
+    for rows in wrong:
+        with pytest.raises(TypeError):
+            module.rows_at(whole, rows, True)
+    for row in (-1, 2**64):
+        with pytest.raises(OverflowError):
+            module.rows_at(whole, [row], True)
+
+
+HASHES = st.lists(st.integers(0, 3) | FAR, max_size=5)
 
 
 @given(
@@ -449,7 +526,7 @@ HASHES = st.lists(st.integers(0, 3), max_size=5)
     st.integers(0, 5),
     st.integers(0, 60),
     st.sampled_from([1, 40, 10**6]),
-    st.integers(0, 3),
+    st.sets(st.integers(0, 3) | FAR, min_size=1),
     st.sampled_from([2, 1000]),
 )
 @settings(max_examples=200)
@@ -460,7 +537,7 @@ def test_a_hash_is_found_where_python_finds_it(
     damaged: int,
     above: int,
     most: int,
-    sought: int,
+    sought: set[int],
     at_once: int,
 ) -> None:
     rows = {}
@@ -516,7 +593,7 @@ class Rows:
 @pytest.mark.parametrize("row", [7, (), (b"k",), (7, b"v"), (b"k", 7)])
 def test_what_is_no_row_of_hashes_is_a_wrong_argument(module: Any, row: Any) -> None:
     with pytest.raises(TypeError):
-        module.candidate(iter([row]), P, 10, 0, 1000, 1000, 1)
+        module.candidate(iter([row]), P, 10, 0, 1000, 1000, b"\1\0\0\0")
 
 
 def test_an_error_of_the_cursor_ends_the_search(module: Any) -> None:
@@ -525,4 +602,4 @@ def test_an_error_of_the_cursor_ends_the_search(module: Any) -> None:
         raise OSError("torn")
 
     with pytest.raises(OSError, match="torn"):
-        module.candidate(torn(), P, 10, 0, 1000, 1000, 1)
+        module.candidate(torn(), P, 10, 0, 1000, 1000, b"\1\0\0\0")

@@ -1,94 +1,17 @@
 /* Blocks of one run each, made from blocks of many: what merge_slice of compact.py does where no tombstone is purged, no stretch is
-kept apart and no block has further columns, without the interpreter lock. And the search of stored blocks for a key, as in
-blocks.py: checks of a block, and what its index says. These functions in Python are the reference.
-What is not for this module, or contradicts itself, is left to it: then the answer is None. Every place in a block is compared
-with the end of its data before anything is read there.
+kept apart and no block has further columns, without the interpreter lock. That function in Python is the reference. What is not
+for this module, or contradicts itself, is left to it: then the answer is None.
 */
 
-#include "../../client/upr_protocol/_columns.h"
+#include "_blocks.h"
 
 /* As in blocks.py. */
 enum { ROW_BYTES = 21 };
-enum { SEQNOS, OPS, KEY_OFFSETS, KEYS, VALUE_OFFSETS, VALUES, TIMES, COLUMNS };
-/* Fields of a block, which are its columns between these, and their wire types. */
-enum { RUNS_FIELD = 1, FIRST_COLUMN = 2, COLUMNS_CRC_FIELD = 9, TABLE_CRC_FIELD = 10 };
-enum { BYTES_TYPE = 2, FIXED_TYPE = 5, CRC_BYTES = 4 };
-/* Of a row of hashes: its kind and the start of its block; and of the key under which it is stored. */
-enum { HASHES_KIND = 1, HASHES_HEAD = 12, BLOCK_KEY_BYTES = 10 };
-enum { WORD = 8, WEIGHTS = KEY_BYTES_MAX / WORD + 2 };
+enum { WEIGHTS = KEY_BYTES_MAX / WORD + 2 };
 /* More comparisons than this for each row are made only by keys whose hashes are forged. */
 enum { LOOKS = 16 };
 
 static uint64_t weights[WEIGHTS];
-static CrcSteps crc_steps;
-
-/* CRC32C. The library that computes it elsewhere can only be called with the interpreter lock. */
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(CRC_BY_TABLES)
-#define CRC_BY_PROCESSOR
-#endif
-
-static uint32_t
-crc_by_tables(uint32_t crc, const char *data, size_t size)
-{
-    return add_by_steps(crc_steps, crc, data, size);
-}
-
-#ifdef CRC_BY_PROCESSOR
-/* A processor begins three of its instructions in the time that one takes. */
-enum { STRIDE = 1024 };
-/* Of each byte of a CRC: what STRIDE zeros behind it make of it. */
-static uint32_t past_zeros[4][256];
-
-static inline uint32_t
-with_zeros(uint32_t crc)
-{
-    return past_zeros[0][crc & 0xFF] ^ past_zeros[1][crc >> 8 & 0xFF] ^ past_zeros[2][crc >> 16 & 0xFF] ^ past_zeros[3][crc >> 24];
-}
-
-__attribute__((target("sse4.2"))) static uint32_t
-crc_by_processor(uint32_t crc, const char *data, size_t size)
-{
-    for (; size >= 3 * STRIDE; data += 3 * STRIDE, size -= 3 * STRIDE) {
-        uint64_t first = crc, second = 0, third = 0;
-        for (int line = 0; line < 3 * STRIDE; line += 64) {
-            __builtin_prefetch(data + 3 * STRIDE + line);
-        }
-        for (const char *at = data; at < data + STRIDE; at += WORD) {
-            first = __builtin_ia32_crc32di(first, long_at(at));
-            second = __builtin_ia32_crc32di(second, long_at(at + STRIDE));
-            third = __builtin_ia32_crc32di(third, long_at(at + 2 * STRIDE));
-        }
-        crc = with_zeros(with_zeros((uint32_t)first) ^ (uint32_t)second) ^ (uint32_t)third;
-    }
-    uint64_t wide = crc;
-    for (; size >= WORD; data += WORD, size -= WORD) {
-        wide = __builtin_ia32_crc32di(wide, long_at(data));
-    }
-    crc = (uint32_t)wide;
-    for (; size; data++, size--) {
-        crc = __builtin_ia32_crc32qi(crc, (unsigned char)*data);
-    }
-    return crc;
-}
-#endif
-
-static uint32_t (*add_to_crc)(uint32_t, const char *, size_t) = crc_by_tables;
-
-static void
-choose_crc(void)
-{
-    fill_crc_steps(crc_steps, UINT32_C(0x82F63B78));
-#ifdef CRC_BY_PROCESSOR
-    if (__builtin_cpu_supports("sse4.2")) {
-        add_to_crc = crc_by_processor;
-        static const char zeros[STRIDE];
-        for (uint32_t at = 0; at < 4 * 256; at++) {
-            past_zeros[at / 256][at % 256] = crc_by_processor(at % 256 << 8 * (at / 256), zeros, STRIDE);
-        }
-    }
-#endif
-}
 
 /* The hash of a key, as hashes_of of keyspace.py. */
 
@@ -187,62 +110,6 @@ typedef struct {
 
 /* What a step without the interpreter lock ends with. */
 typedef enum { DONE, NOT_HERE, NO_MEMORY } Outcome;
-
-/* Read a number of at most 35 bits; NULL where there is none. */
-static const unsigned char *
-take_varint(const unsigned char *at, const unsigned char *end, uint64_t *number)
-{
-    *number = 0;
-    for (int shift = 0; shift < 35 && at < end; shift += 7) {
-        *number |= (uint64_t)(*at & 0x7F) << shift;
-        if (*at++ < 0x80) {
-            return at;
-        }
-    }
-    return NULL;
-}
-
-/* Take an encoded block apart into its fields 1 to 10, each once at most; whether it has no others. */
-static int
-take_fields(const char *block, Py_ssize_t length, const char **places, uint32_t *sizes)
-{
-    const unsigned char *at = (const unsigned char *)block, *end = at + length;
-    while (at < end) {
-        int tag = *at++, field = tag >> 3;
-        uint64_t size = CRC_BYTES;
-        if (field < RUNS_FIELD || field > TABLE_CRC_FIELD || places[field] != NULL
-            || (tag & 7) != (field >= COLUMNS_CRC_FIELD ? FIXED_TYPE : BYTES_TYPE)) {
-            return 0;
-        }
-        if (field < COLUMNS_CRC_FIELD && (at = take_varint(at, end, &size)) == NULL) {
-            return 0;
-        }
-        if (size > (uint64_t)(end - at)) {
-            return 0;
-        }
-        places[field] = (const char *)at;
-        sizes[field] = (uint32_t)size;
-        at += size;
-    }
-    return 1;
-}
-
-/* Whether the checksums of a block that was taken apart are right. */
-static int
-crcs_fit(const char *const *places, const uint32_t *sizes)
-{
-    uint32_t told[2] = {0, 0};
-    for (int at = 0; at < 2; at++) {
-        if (places[COLUMNS_CRC_FIELD + at] != NULL) {
-            memcpy(&told[at], places[COLUMNS_CRC_FIELD + at], CRC_BYTES);
-        }
-    }
-    uint32_t crc = add_to_crc(UINT32_MAX, (const char *)(sizes + FIRST_COLUMN), COLUMNS * sizeof *sizes);
-    for (int column = 0; column < COLUMNS; column++) {
-        crc = add_to_crc(crc, places[FIRST_COLUMN + column], sizes[FIRST_COLUMN + column]);
-    }
-    return ~crc == told[0] && ~add_to_crc(UINT32_MAX, places[RUNS_FIELD], sizes[RUNS_FIELD]) == told[1];
-}
 
 /* Take a block apart; whether its parts fit each other, and, where that is to be checked, its checksums. */
 static int
@@ -639,17 +506,6 @@ write_block(const Piece *piece)
     return ~crc != 0 && table_crc != 0;
 }
 
-/* Write the key of a block, as block_key of keyspace.py. */
-static void
-write_key(char *to, uint32_t partition, uint64_t end)
-{
-    *to++ = (char)(partition >> 8);
-    *to++ = (char)partition;
-    for (int shift = 56; shift >= 0; shift -= 8) {
-        *to++ = (char)(end >> shift);
-    }
-}
-
 /* Write the hashes of a block's keys, as pack_hashes of keyspace.py. */
 static void
 write_hashes(const Piece *piece)
@@ -818,158 +674,8 @@ merge(PyObject *module, PyObject *const *args, Py_ssize_t count)
     return made;
 }
 
-PyDoc_STRVAR(opened_doc, "opened(block)\n--\n\n"
-                         "Return where each field of an encoded block lies, in a dict, as column_spans; its checksums are verified. None if\n"
-                         "they do not fit, or the block is not for this function.");
-
-static PyObject *
-spans_of(const char *block, const char *const *places, const uint32_t *sizes)
-{
-    PyObject *spans = PyDict_New();
-    for (int field = RUNS_FIELD; spans != NULL && field <= TABLE_CRC_FIELD; field++) {
-        if (places[field] == NULL) {
-            continue;
-        }
-        Py_ssize_t first = places[field] - block;
-        PyObject *number = PyLong_FromLong(field), *span = Py_BuildValue("(nn)", first, first + sizes[field]);
-        if (number == NULL || span == NULL || PyDict_SetItem(spans, number, span) < 0) {
-            Py_CLEAR(spans);
-        }
-        Py_XDECREF(number);
-        Py_XDECREF(span);
-    }
-    return spans;
-}
-
-static PyObject *
-opened(PyObject *module, PyObject *block)
-{
-    Py_buffer view;
-    if (PyObject_GetBuffer(block, &view, PyBUF_SIMPLE) < 0) {
-        return NULL;
-    }
-    const char *places[TABLE_CRC_FIELD + 1] = {NULL};
-    uint32_t sizes[TABLE_CRC_FIELD + 1] = {0};
-    int fit;
-    /* The block may lie in a file that is mapped. */
-    Py_BEGIN_ALLOW_THREADS
-    fit = take_fields(view.buf, view.len, places, sizes) && sizes[RUNS_FIELD] % RUN_BYTES == 0 && crcs_fit(places, sizes);
-    Py_END_ALLOW_THREADS
-    PyObject *spans = fit ? spans_of(view.buf, places, sizes) : Py_NewRef(Py_None);
-    PyBuffer_Release(&view);
-    return spans;
-}
-
-PyDoc_STRVAR(candidate_doc, "candidate(rows, partition, end, above, most, blocks, hash)\n--\n\n"
-                            "As BlockCursor.candidate, which is the reference; rows iterates over key and value of stored hashes, newest first.");
-
-/* What is looked for in the rows of hashes, and what was found. */
-typedef struct {
-    unsigned partition;
-    uint64_t end;
-    uint64_t above;
-    Py_ssize_t most;
-    Py_ssize_t blocks;
-    unsigned hash;
-    Py_ssize_t size;
-    PyObject *found;
-} Search;
-
-/* The start of the block that ends where the search is, if this row has the hashes of its keys and passes its checks. */
-static int
-start_of(const Search *search, const Py_buffer *key, const Py_buffer *value, uint64_t *start)
-{
-    char wanted[BLOCK_KEY_BYTES];
-    write_key(wanted, search->partition, search->end);
-    const char *data = value->buf;
-    if (key->len != BLOCK_KEY_BYTES || memcmp(key->buf, wanted, BLOCK_KEY_BYTES) != 0 || value->len < HASHES_HEAD + CRC_BYTES
-        || value->len % 4 != 0 || number_at(data, 0) != HASHES_KIND) {
-        return 0;
-    }
-    Py_ssize_t sealed = value->len - CRC_BYTES;
-    uint32_t crc = ~add_to_crc(add_to_crc(UINT32_MAX, key->buf, key->len), data, sealed);
-    *start = long_at(data + 4);
-    return crc == number_at(data + sealed, 0);
-}
-
-/* Note the block of these hashes, and which of its rows may have the key; whether the search goes on, or -1. */
-static int
-look_at(Search *search, uint64_t start, const Py_buffer *value)
-{
-    const char *hashes = (const char *)value->buf + HASHES_HEAD;
-    Py_ssize_t total = (value->len - HASHES_HEAD - CRC_BYTES) / 4;
-    PyObject *rows = PyList_New(0);
-    for (Py_ssize_t row = 0; rows != NULL && row < total; row++) {
-        if (number_at(hashes, row) == search->hash) {
-            PyObject *number = PyLong_FromSsize_t(row);
-            if (number == NULL || PyList_Append(rows, number) < 0) {
-                Py_CLEAR(rows);
-            }
-            Py_XDECREF(number);
-        }
-    }
-    if (rows == NULL) {
-        return -1;
-    }
-    int more = PyList_GET_SIZE(rows) == 0;
-    Py_XSETREF(search->found, Py_BuildValue("(KKnN)", (unsigned long long)start, (unsigned long long)search->end, total, rows));
-    search->size += value->len;
-    search->end = start;
-    return search->found == NULL ? -1 : more && search->size < search->most && --search->blocks > 0 && start > search->above;
-}
-
-/* Look at one row of hashes, a tuple; as look_at. */
-static int
-look_at_row(Search *search, PyObject *row)
-{
-    Py_buffer key, value;
-    uint64_t start;
-    int more = -1;
-    if (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 2) {
-        PyErr_SetString(PyExc_TypeError, "a row is not a key and a value");
-        return -1;
-    }
-    if (PyObject_GetBuffer(PyTuple_GET_ITEM(row, 0), &key, PyBUF_SIMPLE) < 0) {
-        return -1;
-    }
-    if (PyObject_GetBuffer(PyTuple_GET_ITEM(row, 1), &value, PyBUF_SIMPLE) == 0) {
-        more = start_of(search, &key, &value, &start) ? look_at(search, start, &value) : 0;
-        PyBuffer_Release(&value);
-    }
-    PyBuffer_Release(&key);
-    return more;
-}
-
-static PyObject *
-candidate(PyObject *module, PyObject *args)
-{
-    PyObject *rows, *row;
-    unsigned long long end, above;
-    Search search = {0};
-    if (!PyArg_ParseTuple(args, "OIKKnnI", &rows, &search.partition, &end, &above, &search.most, &search.blocks, &search.hash)) {
-        return NULL;
-    }
-    if (!PyIter_Check(rows)) {
-        PyErr_SetString(PyExc_TypeError, "rows are no iterator");
-        return NULL;
-    }
-    search.end = end, search.above = above;
-    int more = end > above;
-    while (more > 0 && (row = PyIter_Next(rows)) != NULL) {
-        more = look_at_row(&search, row);
-        Py_DECREF(row);
-    }
-    if (PyErr_Occurred()) {
-        Py_XDECREF(search.found);
-        return NULL;
-    }
-    return Py_BuildValue("(Nn)", search.found == NULL ? Py_NewRef(Py_None) : search.found, search.size);
-}
-
 static PyMethodDef methods[] = {
     {"merge", (PyCFunction)(void (*)(void))merge, METH_FASTCALL, merge_doc},
-    {"opened", opened, METH_O, opened_doc},
-    {"candidate", candidate, METH_VARARGS, candidate_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -978,7 +684,7 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "upr.storage._merge",
-    .m_doc = "Blocks of one run each, made from blocks of many, and searched.",
+    .m_doc = "Blocks of one run each, made from blocks of many.",
     .m_methods = methods,
     .m_slots = slots,
 };

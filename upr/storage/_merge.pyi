@@ -1,7 +1,5 @@
 """Types of the compiled module, which need not be there: see ``upr.storage.blocks.MERGE``."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
@@ -15,14 +13,3 @@ def merge(
     limits: tuple[npt.NDArray[np.uint64], int, npt.NDArray[np.uint64], int] | None,
     /,
 ) -> list[tuple[int, int, int, int, bytes, bytes]] | None: ...
-def opened(block: bytes, /) -> dict[int, tuple[int, int]] | None: ...
-def candidate(
-    rows: Iterator[tuple[memoryview, memoryview]],
-    partition: int,
-    end: int,
-    above: int,
-    most: int,
-    blocks: int,
-    hash: int,
-    /,
-) -> tuple[tuple[int, int, int, list[int]] | None, int]: ...

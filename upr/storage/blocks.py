@@ -1,6 +1,8 @@
 """Stored blocks: columns, heads (the run record in front, enough to plan compaction), cursors, compression, building."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import struct
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from upr.storage import keyspace
 from upr_protocol.block import (
     COMPILED,
     I64,
+    OP_DELETE,
     RUN,
     RUN_FIELDS,
     U32,
@@ -20,6 +23,7 @@ from upr_protocol.block import (
     FurtherColumn,
     Runs,
     make_runs,
+    row_bounds,
 )
 from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, RUN_SPAN_MAX
@@ -37,12 +41,16 @@ from upr_protocol.wire.codec import (
 from upr_protocol.wire.compression import zstd_available
 
 try:
-    from upr.storage._merge import candidate, merge, opened
+    from upr.storage._merge import merge
+    from upr.storage._search import candidate, opened, rows_at
 except ImportError:
-    candidate = merge = opened = None  # type: ignore[assignment]
+    merge = candidate = opened = rows_at = None  # type: ignore[assignment]
 
-MERGE, OPENED, CANDIDATE = (None, None, None) if COMPILED is None else (merge, opened, candidate)
-"""Compiled twins of merging, ``checked`` and ``BlockCursor.candidate``; what is out of the ordinary they leave to these."""
+MERGE, OPENED, CANDIDATE, ROWS_AT = (
+    (None,) * 4 if COMPILED is None else (merge, opened, candidate, rows_at)
+)
+"""Compiled twins of merging, ``checked``, ``BlockCursor.candidate`` and ``rows_of``; what is out of the ordinary they leave
+to these."""
 READ_BYTES = 8 * 2**20
 """Blocks of a partition that are read together."""
 HASHED_BLOCKS = 1000
@@ -331,31 +339,24 @@ class BlockCursor:
         return BlockHashes(starts, ends, row_ends, np.frombuffer(b"".join(found), "<u4"))
 
     def candidate(
-        self, partition: int, end: int, above: int, most: int, one: int
+        self, partition: int, end: int, above: int, most: int, sought: Collection[int]
     ) -> tuple[Candidate | None, int]:
-        """Return the first block that may have a key of the hash ``one``; for one key arrays cost several times as much.
+        """Return the first block, from the one that ends at a seqno down, that may have a key of some hashes.
 
         If that is none of those that ``hashes`` returns, it is the last of them, without rows; None if there are none.
         With it is returned how many bytes were looked at.
         """
         if CANDIDATE is not None and self._hashes is not None:
             at = self._hashes.set_key(keyspace.block_key(partition, end))
-            rows = self._hashes.iterprev() if at else iter(())
-            told, size = CANDIDATE(rows, partition, end, above, most, HASHED_BLOCKS, one)
+            stored = self._hashes.iterprev() if at else iter(())
+            wanted = array("I", sorted(sought)).tobytes()
+            told, size = CANDIDATE(stored, partition, end, above, most, HASHED_BLOCKS, wanted)
             return told and Candidate(*told), size
-        sought, size = one.to_bytes(4, "little"), 0
-        found = None
+        found, size = None, 0
         for start, last, value in self._hashed(partition, end, above):
-            rows = []
-            if sought in value:
-                hashes = value[keyspace.HASHES]
-                at = hashes.find(sought)
-                while at >= 0:
-                    # Else it begins within a hash.
-                    if not at % 4:
-                        rows.append(at // 4)
-                    at = hashes.find(sought, at + 1)
-            found = Candidate(start, last, keyspace.count_of_hashes(value), rows)
+            hashes = np.frombuffer(value[keyspace.HASHES], "<u4")
+            rows = np.flatnonzero(np.isin(hashes, list(sought))).tolist()
+            found = Candidate(start, last, len(hashes), rows)
             size += len(value)
             if rows or size >= most:
                 break
@@ -461,6 +462,44 @@ def checked(data: bytes) -> Encoded:
     data = bytes(data)
     runs, columns = open_checked(data)
     return Encoded(runs, data, columns)
+
+
+StoredRow = tuple[int, int, bytes, bytes | None]
+"""Partition, seqno, key and value of a row; None for a delete."""
+_EDGES = struct.Struct("<ii")
+
+
+def rows_of(block: Encoded, rows: Sequence[int]) -> list[StoredRow]:
+    """Return some rows of a block, given in ascending order, the last one first."""
+    (data, spans), runs = block.opened(), block.runs
+    # These may be empty.
+    seqnos, ops = column_of((data, spans), SEQNOS), column_of((data, spans), OPS)
+    key_edges, keys = spans.get(KEY_OFFSETS, ABSENT)[0], spans.get(KEYS, ABSENT)[0]
+    value_edges, values = spans.get(VALUE_OFFSETS, ABSENT)[0], spans.get(VALUES, ABSENT)[0]
+    bounds = row_bounds(runs)
+    found = []
+    for row in reversed(rows):
+        at = int(np.searchsorted(bounds, row, side="right")) - 1
+        offset = int(np.frombuffer(seqnos, "<u4")[row]) if seqnos else row - int(bounds[at]) + 1
+        first, end = _EDGES.unpack_from(data, key_edges + 4 * row)
+        key, value = bytes(data[keys + first : keys + end]), None
+        if not ops or ops[row] != OP_DELETE:
+            first, end = _EDGES.unpack_from(data, value_edges + 4 * row)
+            value = bytes(data[values + first : values + end])
+        found.append(
+            (int(runs["partition"][at]), int(runs["start_seqno"][at]) + offset, key, value)
+        )
+    return found
+
+
+def read_rows(data: bytes, rows: list[int], *, check: bool) -> list[StoredRow]:
+    """Return some rows of an encoded block as ``rows_of``, once its checksums are verified; or raise CorruptBlockError.
+
+    Args:
+        check: False if that was done before; it need not be done again then.
+    """
+    told = None if ROWS_AT is None else ROWS_AT(data, rows, check)
+    return rows_of(checked(data), rows) if told is None else told
 
 
 def binary_cells(offsets: npt.NDArray[np.int32], data: bytes | memoryview) -> Any:

@@ -242,10 +242,6 @@ def start_of_hashes(key: bytes, value: bytes) -> int:
     return int(start)
 
 
-def count_of_hashes(value: bytes) -> int:
-    return (len(value) - _HASHES.size - _CRC.size) // 4
-
-
 def hashes_of(offsets: I64, data: bytes | memoryview) -> U32:
     """Return a hash of each key of a column, 32 bits. The store holds such hashes: they must never change.
 

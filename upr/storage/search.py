@@ -11,12 +11,11 @@ block, and its column of times the row. If the clock was set back, the time is c
 finds one of the crossings.
 """
 
-import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,28 +23,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from upr.storage.blocks import (
-    ABSENT,
-    KEY_OFFSETS,
-    KEYS,
-    OPS,
+    HEAD_BYTES,
     SEQNOS,
     TIMES,
-    VALUE_OFFSETS,
-    VALUES,
     BlockCursor,
-    BlockHashes,
-    Candidate,
     Encoded,
     StoredBlock,
+    StoredRow,
     checked,
     column_of,
     head_of,
     key_hashes,
     keys_of,
+    read_rows,
+    rows_of,
 )
 from upr.storage.keyspace import hash_of, hashes_of
 from upr.storage.store import Store
-from upr_protocol.block import I64, OP_DELETE, RUN_FIELDS, U32, U64, Runs, row_bounds
+from upr_protocol.block import I64, RUN_FIELDS, U32, U64, Runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.partitioning import partition_of
 
@@ -64,8 +59,7 @@ QUICK_ROWS = 2**19
 """Most blocks and bytes indexed, and rows compared for all keys, in a bite of about a millisecond at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Newest:
+class Newest(NamedTuple):
     """Newest mutation of a key; ``value`` is None for a delete."""
 
     seqno: int
@@ -111,9 +105,8 @@ class Lookup:
 
     def sought(self, partition: int | None = None) -> set[int]:
         """Return the hashes of the keys that are not found yet: of one partition, or of all."""
-        hashes = self._hashes
         some = self._open.values() if partition is None else [self._open.get(partition, {})]
-        return {hashes[number] for keys in some for number in keys.values()}
+        return {self._hashes[number] for keys in some for number in keys.values()}
 
     def fail(self, partitions: Iterable[int], why: UprError) -> None:
         """Fail the keys of partitions that are not found yet."""
@@ -131,36 +124,23 @@ class Lookup:
         keys = self._open.get(int(block.runs["partition"][0]))
         if keys and int(block.runs["count"][0]):
             rows = pc.is_in(keys_of(block), value_set=pa.array(list(keys), pa.binary()))
-            self.take(block, np.flatnonzero(rows.to_numpy(zero_copy_only=False)).tolist())
+            self.take(rows_of(block, np.flatnonzero(rows.to_numpy(zero_copy_only=False)).tolist()))
 
-    def take(self, block: Encoded, rows: Sequence[int]) -> int:
-        """Take keys out of rows, ascending, of a checked block that is newer than those that are searched later.
+    def take(self, rows: Iterable[StoredRow]) -> int:
+        """Take what is sought out of rows, the newest first, of a block that is newer than those that are searched later.
 
         Returns:
             What that cost, in bytes of a block that is checked.
         """
-        (data, spans), runs = block.opened(), block.runs
-        # These may be empty.
-        seqnos, seqnos_end = spans.get(SEQNOS, ABSENT)
-        ops, ops_end = spans.get(OPS, ABSENT)
-        key_edges, keys = spans.get(KEY_OFFSETS, ABSENT)[0], spans.get(KEYS, ABSENT)[0]
-        value_edges, values = spans.get(VALUE_OFFSETS, ABSENT)[0], spans.get(VALUES, ABSENT)[0]
         left = self._left
-        for row, owner, start, before in _from_the_newest(runs, rows):
-            first, end = _EDGES.unpack_from(data, key_edges + 4 * row)
+        count = 0
+        for partition, seqno, key, value in rows:
+            count += 1
             # A writer may put a key into a partition that is not its own; such a row does not match.
-            number = self._close(owner, bytes(data[keys + first : keys + end]))
-            if number is None:
-                continue
-            offset = row - before + 1
-            if seqnos < seqnos_end:
-                (offset,) = _U32.unpack_from(data, seqnos + 4 * row)
-            value = None
-            if ops == ops_end or data[ops + row] != OP_DELETE:
-                first, end = _EDGES.unpack_from(data, value_edges + 4 * row)
-                value = bytes(data[values + first : values + end])
-            self._keep(number, Newest(start + offset, value))
-        return ROW_BYTES * len(rows) + max(left - self._left, 0)
+            number = self._close(partition, key)
+            if number is not None:
+                self._keep(number, Newest(seqno, value))
+        return ROW_BYTES * count + max(left - self._left, 0)
 
     def _close(self, partition: int, key: bytes) -> int | None:
         """Search for a key no more; return its number, None if it was not searched for."""
@@ -182,22 +162,6 @@ class Lookup:
             for key, other in self.numbers.items():
                 if other >= self.end:
                     self._close(self.partitions[other], key)
-
-
-def _from_the_newest(runs: Runs, rows: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield rows of a block from the last on: each with the partition, start and first row of its run."""
-    if len(runs) == 1:
-        # As most blocks of the store have it, where numpy would cost more than all else.
-        owner, start = int(runs["partition"][0]), int(runs["start_seqno"][0])
-        return ((row, owner, start, 0) for row in reversed(rows))
-    bounds = row_bounds(runs)
-    last_first = np.array(rows[::-1], np.int64)
-    at = np.searchsorted(bounds, last_first, side="right") - 1
-    fields = last_first, runs["partition"][at], runs["start_seqno"][at], bounds[at]
-    return zip(*(field.tolist() for field in fields), strict=True)
-
-
-_U32, _EDGES = struct.Struct("<I"), struct.Struct("<ii")
 
 
 def rows_with(hashes: U32, sought: set[int]) -> I64:
@@ -244,23 +208,6 @@ def places_of(rows: I64, row_ends: I64) -> dict[int, list[int]]:
     for place, row in zip(places, rows.tolist(), strict=True):
         found.setdefault(place, []).append(row - (int(row_ends[place - 1]) if place else 0))
     return found
-
-
-def candidates_of(known: BlockHashes, sought: set[int]) -> list[Candidate]:
-    """Return those of some blocks that may have a key of these hashes, and the last one, with or without rows."""
-    starts, ends, row_ends, hashes = known
-    places = places_of(rows_with(hashes, sought), row_ends)
-    if ends:
-        places.setdefault(len(ends) - 1, [])
-    return [
-        Candidate(
-            starts[place],
-            ends[place],
-            int(row_ends[place]) - (int(row_ends[place - 1]) if place else 0),
-            rows,
-        )
-        for place, rows in places.items()
-    ]
 
 
 class InTail(Protocol):
@@ -446,12 +393,12 @@ class TailSearch:
             self._left.pop()
             try:
                 # One with rows in the index passed its checks when it was indexed; a damaged one has none.
-                block = Encoded(entry.runs, entry.data) if rows else checked(entry.data)
+                found = read_rows(entry.data, rows, check=not rows)
             except CorruptBlockError as error:
                 partitions = entry.runs["partition"].tolist()
                 self._lookup.fail(partitions, DataDamagedError(error.message))
                 continue
-            size += self._lookup.take(block, rows) if rows else len(entry.data)
+            size += self._lookup.take(found) if rows else len(entry.data)
         if not self._left and self._matched:
             # The newest row of a hash was of another key: look at all its rows.
             again = self._matched & self._lookup.sought()
@@ -511,25 +458,17 @@ class StoreSearch:
         if self._at <= floor or not sought:
             self._next_partition()
             return 0
-        if len(sought) == 1:
-            one, size = cursor.candidate(partition, self._at, floor, BITE_BYTES, *sought)
-            candidates = [one] if one else []
-        else:
-            known = cursor.hashes(partition, self._at, floor, BITE_BYTES)
-            candidates, size = candidates_of(known, sought), known.hashes.nbytes
-        if not candidates:
+        found, size = cursor.candidate(partition, self._at, floor, BITE_BYTES, sought)
+        if found is None:
             return self._search_whole(cursor, partition, cursor.containing(partition, self._at).end)
-        for start, end, count, rows in candidates:
-            if rows:
-                data = cursor.mapped(partition, end)
-                block = checked(data)
-                if RUN_FIELDS.unpack_from(data, 2)[:4] != (partition, count, start, end):
-                    return size + self._search_whole(cursor, partition, end)
-                size += len(data)
-                self._lookup.take(block, rows)
-            self._at = start
-            if size >= BITE_BYTES or not self._lookup.sought(partition):
-                break
+        start, end, count, rows = found
+        if rows:
+            data = cursor.mapped(partition, end)
+            run = (partition, count, start, end)
+            if len(data) < HEAD_BYTES or RUN_FIELDS.unpack_from(data, 2)[:4] != run:
+                return size + self._search_whole(cursor, partition, end)
+            size += len(data) + self._lookup.take(read_rows(data, rows, check=True))
+        self._at = start
         return size
 
     def _search_whole(self, cursor: BlockCursor, partition: int, end: int) -> int:
