@@ -350,6 +350,18 @@ def test_a_block_under_the_key_of_another_is_damage(store: Store, source: int, p
     assert not lookup.found
 
 
+def test_a_damaged_block_to_which_hashes_lead_is_damage(store: Store) -> None:
+    keys, model = six_blocks(store)
+    with store._writing() as txn:
+        key = keyspace.block_key(P, 3)
+        changed = bytes(txn.get(key, db=store._blocks)).replace(b"v3", b"w3")
+        txn.put(key, changed, db=store._blocks)
+    lookup = Lookup(keys[1:5], 10**9)
+    run(StoreSearch(lookup, store, NOTHING, ends_of(store)))
+    assert lookup.found == {2: model[keys[3]], 3: model[keys[4]]}
+    assert list(lookup.problems) == [P]
+
+
 def test_a_search_of_many_small_blocks_comes_in_steps(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from upr.storage.blocks import (
 from upr.storage.compact import Chunk, FlushSlice, Merged, PurgeLimits, merge_direct, merge_slice
 from upr.storage.keyspace import _WEIGHTS, block_key, hash_of, pack_hashes, seal
 from upr_protocol.block import RUN, Block, FurtherColumn, build_block, make_runs, sealed
+from upr_protocol.errors import CorruptBlockError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
 from upr_protocol.wire.codec import (
     check_encoded,
@@ -498,7 +499,10 @@ def numbers_at(whole: bytes, rows: list[int]) -> list[tuple[Any, int]]:
     return [(block.runs[owners[row]], int(numbers[row])) for row in reversed(rows)]
 
 
-def test_rows_of_what_is_not_for_the_module_are_left_to_python(module: Any) -> None:
+def test_rows_of_what_is_not_for_the_module_are_left_to_python(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks_module, "ROWS_AT", module.rows_at)
     runs = make_runs([3], [3], 0, 3, 3, 1)
     block = sealed(replace(build_block([b"k", b"m", b"l"], [b"v" * 600, b"", None]), runs=runs))
     further = (FurtherColumn(17, edges([b"", b"x", b""]), b"x"),)
@@ -508,6 +512,8 @@ def test_rows_of_what_is_not_for_the_module_are_left_to_python(module: Any) -> N
     for one in (whole, *others):
         assert read_rows(one, [0, 2], check=True) == [(3, 3, b"l", None), (3, 1, b"k", b"v" * 600)]
     assert read_rows(whole, [1], check=True) == [(3, 2, b"m", b"")]
+    with pytest.raises(CorruptBlockError):
+        read_rows(whole.replace(b"v" * 600, b"w" * 600), [0], check=True)
     wrong: list[Any] = [(0,), ["0"], 0]
     for rows in wrong:
         with pytest.raises(TypeError):

@@ -2,7 +2,7 @@
 
 import struct
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from upr.storage import keyspace
 from upr_protocol.block import (
@@ -55,6 +56,8 @@ READ_BYTES = 8 * 2**20
 """Blocks of a partition that are read together."""
 HASHED_BLOCKS = 1000
 """Blocks whose hashes are looked at in one step."""
+FEW = 8
+"""Number of hashes up to which one comparison for each is cheaper than a hash table."""
 COPIED_BYTES = 8 * 2**10
 """Columns at least this large on average are copied by Arrow; a call of it costs more than to join smaller ones."""
 FEW_RUNS = 16
@@ -271,6 +274,18 @@ class Candidate(NamedTuple):
     rows: list[int]
 
 
+def rows_with(hashes: U32, sought: set[int]) -> I64:
+    """Return the rows, ascending, whose hashes are among some."""
+    if len(sought) > FEW:
+        wanted = pa.array(list(sought), pa.uint32())
+        found = pc.is_in(pa.array(hashes), value_set=wanted).to_numpy(zero_copy_only=False)
+    else:
+        found = np.zeros(len(hashes), bool)
+        for one in sought:
+            found |= hashes == np.uint32(one)
+    return np.flatnonzero(found)
+
+
 class BlockCursor:
     """Cursor over the blocks of one read transaction, for the thread that began it.
 
@@ -339,7 +354,7 @@ class BlockCursor:
         return BlockHashes(starts, ends, row_ends, np.frombuffer(b"".join(found), "<u4"))
 
     def candidate(
-        self, partition: int, end: int, above: int, most: int, sought: Collection[int]
+        self, partition: int, end: int, above: int, most: int, sought: set[int]
     ) -> tuple[Candidate | None, int]:
         """Return the first block, from the one that ends at a seqno down, that may have a key of some hashes.
 
@@ -354,8 +369,10 @@ class BlockCursor:
             return told and Candidate(*told), size
         found, size = None, 0
         for start, last, value in self._hashed(partition, end, above):
-            hashes = np.frombuffer(value[keyspace.HASHES], "<u4")
-            rows = np.flatnonzero(np.isin(hashes, list(sought))).tolist()
+            hashes, rows = np.frombuffer(value[keyspace.HASHES], "<u4"), list[int]()
+            # Most blocks have none, which arrays take longer to say than bytes.
+            if len(sought) > FEW or any(one.to_bytes(4, "little") in value for one in sought):
+                rows = rows_with(hashes, sought).tolist()
             found = Candidate(start, last, len(hashes), rows)
             size += len(value)
             if rows or size >= most:

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from upr.storage.blocks import (
+    FEW,
     HEAD_BYTES,
     SEQNOS,
     TIMES,
@@ -37,6 +38,7 @@ from upr.storage.blocks import (
     keys_of,
     read_rows,
     rows_of,
+    rows_with,
 )
 from upr.storage.keyspace import hash_of, hashes_of
 from upr.storage.store import Store
@@ -44,8 +46,6 @@ from upr_protocol.block import I64, RUN_FIELDS, U32, U64, Runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.partitioning import partition_of
 
-FEW = 8
-"""Number of hashes up to which one comparison for each is cheaper than a hash table."""
 ROWS_AT_ONCE = 2**16
 """Rows compared at once from the newest on: their hashes, and the result, stay in the processor's cache."""
 BITE_BYTES = 2 * 2**20
@@ -162,18 +162,6 @@ class Lookup:
             for key, other in self.numbers.items():
                 if other >= self.end:
                     self._close(self.partitions[other], key)
-
-
-def rows_with(hashes: U32, sought: set[int]) -> I64:
-    """Return the rows, ascending, whose hashes are among some."""
-    if len(sought) > FEW:
-        wanted = pa.array(list(sought), pa.uint32())
-        found = pc.is_in(pa.array(hashes), value_set=wanted).to_numpy(zero_copy_only=False)
-    else:
-        found = np.zeros(len(hashes), bool)
-        for one in sought:
-            found |= hashes == np.uint32(one)
-    return np.flatnonzero(found)
 
 
 def newest_with(hashes: U32, sought: set[int]) -> I64:
