@@ -117,6 +117,18 @@ def test_hashes_are_those_of_every_release(monkeypatch: pytest.MonkeyPatch) -> N
     assert hashes_of(offsets, b"".join(keys)).tolist() == known
 
 
+@pytest.mark.parametrize("count", [0, 1, 20])
+@pytest.mark.parametrize("rows", [0, 5, 150_000])
+def test_rows_are_found_by_all_bits_of_their_hashes(count: int, rows: int) -> None:
+    sought = {number << 16 | 7 for number in range(count)}
+    hashes = np.random.default_rng(rows).integers(0, 40, rows, np.uint32)
+    hashes *= 2**16
+    hashes += 7
+    hashes[1::2] += 1
+    expected = [row for row, one in enumerate(hashes.tolist()) if one in sought]
+    assert blocks_module.rows_with(hashes, sought).tolist() == expected
+
+
 @pytest.mark.parametrize("offsets", [b"", bytes(4)])
 def test_a_flush_passes_over_a_range_of_seqnos_without_a_row(store: Store, offsets: bytes) -> None:
     """A replica gets one as a block of its own, where all rows of the range were superseded at its upstream."""

@@ -58,6 +58,8 @@ HASHED_BLOCKS = 1000
 """Blocks whose hashes are looked at in one step."""
 FEW = 8
 """Number of hashes up to which one comparison for each is cheaper than a hash table."""
+ROWS_AT_ONCE = 2**16
+"""Rows compared at once: their hashes, and the result, stay in the processor's cache."""
 COPIED_BYTES = 8 * 2**10
 """Columns at least this large on average are copied by Arrow; a call of it costs more than to join smaller ones."""
 FEW_RUNS = 16
@@ -277,13 +279,21 @@ class Candidate(NamedTuple):
 def rows_with(hashes: U32, sought: set[int]) -> I64:
     """Return the rows, ascending, whose hashes are among some."""
     if len(sought) > FEW:
-        wanted = pa.array(list(sought), pa.uint32())
-        found = pc.is_in(pa.array(hashes), value_set=wanted).to_numpy(zero_copy_only=False)
-    else:
-        found = np.zeros(len(hashes), bool)
-        for one in sought:
-            found |= hashes == np.uint32(one)
-    return np.flatnonzero(found)
+        wanted = np.fromiter(sought, np.uint32, len(sought))
+        # Most rows are ruled out by half of their bits, at a quarter of what a hash table takes.
+        near = np.zeros(2**16, bool)
+        near[wanted & 0xFFFF] = True
+        starts = range(0, len(hashes), ROWS_AT_ONCE)
+        parts = [
+            np.flatnonzero(near[hashes[at : at + ROWS_AT_ONCE] & 0xFFFF]) + at for at in starts
+        ]
+        rows: I64 = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        found = pc.is_in(pa.array(hashes[rows]), value_set=pa.array(wanted))
+        return rows.compress(found.to_numpy(zero_copy_only=False))
+    either = np.zeros(len(hashes), bool)
+    for one in sought:
+        either |= hashes == np.uint32(one)
+    return np.flatnonzero(either)
 
 
 class BlockCursor:

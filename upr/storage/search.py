@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 from upr.storage.blocks import (
     FEW,
     HEAD_BYTES,
+    ROWS_AT_ONCE,
     SEQNOS,
     TIMES,
     BlockCursor,
@@ -46,8 +47,6 @@ from upr_protocol.block import I64, RUN_FIELDS, U32, U64, Runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.partitioning import partition_of
 
-ROWS_AT_ONCE = 2**16
-"""Rows compared at once from the newest on: their hashes, and the result, stay in the processor's cache."""
 BITE_BYTES = 2 * 2**20
 BITE_BLOCKS = 1000
 """Most bytes and blocks searched before other requests have their turn; one block may be larger."""
