@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.client.certificates import make_certificate
 from tests.conftest import StartServer
 from tests.harness import wait_until
 from tests.service.pages import ask, http_of
@@ -54,8 +55,10 @@ def expressions() -> list[str]:
     ]
 
 
-def samples(server_process: StartServer) -> set[str]:
-    """Return the names of all samples of a server with all ports and a consumer, of its replica, and of one of a cluster."""
+def samples(server_process: StartServer, folder: Path) -> set[str]:
+    """Return the names of all samples of a server with all ports and a consumer, of its replica, and of one of a cluster
+    with TLS.
+    """
     http = ("--http", "127.0.0.1:0")
     upstream = server_process(*http, "--text", "127.0.0.1:0")
     with Client(upstream.target) as client:
@@ -65,15 +68,17 @@ def samples(server_process: StartServer) -> set[str]:
     there, here = http_of(upstream), http_of(replica)
     wait_until(lambda: ask(here, "/readyz").status == 200, "a replica in step")
     wait_until(lambda: "upr_peer_lag_rows{" in ask(there, "/metrics").body, "a replica")
-    alone = http_of(server_process(*http, "--cluster", "etcd://127.0.0.1:9/prod"))
+    make_certificate(folder)
+    tls = "--tls-cert", str(folder / "chain.pem"), "--tls-key", str(folder / "key.pem")
+    alone = http_of(server_process(*http, "--cluster", "etcd://127.0.0.1:9/prod", *tls))
     text = "".join(ask(address, "/metrics").body for address in (there, here, alone))
     return {
         line.partition(" ")[0].partition("{")[0] for line in text.splitlines() if line[0] != "#"
     }
 
 
-def test_every_metric_that_is_named_exists(server_process: StartServer) -> None:
-    exposed = samples(server_process)
+def test_every_metric_that_is_named_exists(server_process: StartServer, tmp_path: Path) -> None:
+    exposed = samples(server_process, tmp_path)
     seeing = MANUAL.partition("## Seeing")[2].partition("\n## ")[0]
     for text in (*expressions(), *(rule["expr"] for rule in RULES)):
         named = set(NAME.findall(text))

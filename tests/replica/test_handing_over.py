@@ -372,7 +372,7 @@ async def test_a_replica_that_can_join_nobody_says_so(start: Start) -> None:
     sets = replica.server._sets
     assert isinstance(sets, ReplicaMethods)
     await until(lambda: first.target in sets.waiting)
-    assert [one.reason for one in replica.server._problems()] == ["UNAVAILABLE"]
+    assert [one.reason for one in replica.server._process.problems()] == ["UNAVAILABLE"]
 
 
 @pytest.mark.asyncio

@@ -59,9 +59,9 @@ def http_of(server: RunningServer) -> str:
     return address
 
 
-def numbers(address: str) -> dict[tuple[str, str], float]:
+def numbers(address: str, shown: str = "") -> dict[tuple[str, str], float]:
     """Return all samples of /metrics, by name and the values of the labels without that of the bucket."""
-    found = ask(address, "/metrics")
+    found = ask(address, "/metrics", shown=shown)
     assert (found.status, found.headers["content-type"]) == (
         200,
         "text/plain; version=0.0.4; charset=utf-8",

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from tests.client.certificates import make_certificate, sign_anew
 from tests.harness import RunningServer, wait_until
+from tests.service.pages import http_of, numbers
 from upr.cli.server import main
 from upr.service.access.files import Certificates, validity_of
 from upr.service.access.identities import add_identity
@@ -123,43 +124,75 @@ def test_tls_that_cannot_be_is_refused_at_the_start(
     assert words in refused(tmp_path, *(str(part) for name in names for part in paths[name]))
 
 
-def test_a_certificate_that_has_expired_is_told(tmp_path: Path) -> None:
-    make_certificate(tmp_path)
-    sign_anew(tmp_path, "20250101000000Z", "20260101000000Z")
-    tls = ["--tls-cert", str(tmp_path / "chain.pem"), "--tls-key", str(tmp_path / "key.pem")]
-    server = RunningServer(tmp_path, *tls)
+@pytest.mark.parametrize("file", ["certificate", "client_ca"])
+def test_a_certificate_that_has_expired_is_told(tmp_path: Path, file: str) -> None:
+    expired = tmp_path / file
+    for name in ("certificate", "client_ca"):
+        (tmp_path / name).mkdir()
+        make_certificate(tmp_path / name)
+    sign_anew(expired, "20250101000000Z", "20260101000000Z")
+    own, authority = tmp_path / "certificate", tmp_path / "client_ca" / "chain.pem"
+    tls = ["--tls-cert", str(own / "chain.pem"), "--tls-key", str(own / "key.pem")]
+    tls += ["--tls-client-ca", str(authority), "--http", "127.0.0.1:0"]
+    shown = f"Bearer {add_identity(tmp_path / 'identities', 'a', {'read': None})}"
+    server = RunningServer(tmp_path, *tls, "--tokens", str(tmp_path / "identities"))
+
+    def told(name: str) -> dict[str, float]:
+        found = numbers(http_of(server), shown)
+        return {labels: value for (title, labels), value in found.items() if title == name}
+
     try:
         server.start()
         with Client(f"unix:{server.data}/admin.sock") as client:
             (problem,) = client.admin.status().problems
             assert problem.reason == "CERTIFICATE_EXPIRED"
+            assert str(expired / "chain.pem") in problem.hint
             wait_until(lambda: "certificate" in server.log_text(), server.log_text)
-            make_certificate(tmp_path)
+            fine = dict.fromkeys(("certificate", "client_ca", "identities"), 0.0)
+            assert told("upr_file_trouble") == fine | {file: 1.0}
+            ends = told("upr_certificate_expires_timestamp_seconds")
+            assert {name for name, end in ends.items() if end < time.time()} == {file}
+            make_certificate(expired)
             wait_until(lambda: not client.admin.status().problems, server.log_text)
+            assert told("upr_file_trouble") == fine
         assert server.log_text().count("certificate expires, or has expired") == 1
     finally:
         server.close()
 
 
 @pytest.mark.parametrize(
-    ("first", "last"),
-    [("20250101000000Z", "20250111000000Z"), ("20491231000000Z", "20500110000000Z")],
+    ("first", "last", "before"),
+    [
+        ("20250101000000Z", "20250111000000Z", timedelta(days=1)),
+        ("20491231000000Z", "20500110000000Z", timedelta(days=1)),
+        # A tenth of it were a year.
+        ("20250101000000Z", "20350101000000Z", timedelta(days=30)),
+    ],
 )
 def test_the_end_of_a_certificate_is_told_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, last: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+    last: str,
+    before: timedelta,
 ) -> None:
+    own, authorities = tmp_path / "own", tmp_path / "authorities.pem"
+    own.mkdir()
+    make_certificate(own)
     make_certificate(tmp_path)
-    sign_anew(tmp_path, first, last)
-    certificates = Certificates(tmp_path / "chain.pem", tmp_path / "key.pem", None)
-    ends = datetime.strptime(last, "%Y%m%d%H%M%S%z")
-    for hours, reason in (
-        (-25, None),
-        (-23, "CERTIFICATE_EXPIRES"),
-        (1, "CERTIFICATE_EXPIRED"),
+    later = sign_anew(own, "20250101000000Z", "20610101000000Z")
+    authorities.write_bytes(later + sign_anew(tmp_path, first, last))
+    certificates = Certificates(own / "chain.pem", own / "key.pem", authorities)
+    ends, hour = datetime.strptime(last, "%Y%m%d%H%M%S%z"), timedelta(hours=1)
+    assert certificates.ends["client_ca"] == ends.timestamp()
+    for at, reason in (
+        (ends - before - hour, None),
+        (ends - before + hour, "CERTIFICATE_EXPIRES"),
+        (ends + hour, "CERTIFICATE_EXPIRED"),
     ):
-        at = ends + timedelta(hours=hours)
         monkeypatch.setattr(time, "time", at.timestamp)
-        problem = certificates.problem
+        assert certificates.troubles["certificate"] is None
+        problem = certificates.troubles["client_ca"]
         assert (problem and problem.reason) == reason
     assert problem is not None
     assert f"{ends:%Y-%m-%d}" in str(problem)

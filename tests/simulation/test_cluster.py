@@ -450,14 +450,14 @@ def test_a_bucket_that_cannot_be_made_is_told_as_that(
         patch.setattr(Catalog, "_create_now", full)
         ordered(world)
         assert world.counts["creations: UNKNOWN_OUTCOME"] == 1
-        world.until(lambda: server._problems() != [], 10, "told")
-        (problem,) = server._problems()
+        world.until(lambda: server._process.problems() != [], 10, "told")
+        (problem,) = server._process.problems()
         assert (problem.reason, problem.hint) == ("NO_ROOM", "free some")
         assert "bucket 'some' cannot be made: no room" in problem.message
         # It takes its part, and serves.
         assert [kind for kind, error in server._sets.troubles.items() if error] == ["buckets"]
         assert world.servers[0].waiting == ""
-    world.until(lambda: server._problems() == [], 10, "made")
+    world.until(lambda: server._process.problems() == [], 10, "made")
     assert list(buckets(world.servers[0]).values()) == ["some"]
 
 
@@ -562,7 +562,7 @@ def test_what_keeps_a_server_from_claiming_is_told_for_as_long_as_it_lasts(
         assert "'upr-admin promote --force'" in third.waiting
         world.pass_time()
     assert third.server is not None
-    (problem,) = third.server._problems()
+    (problem,) = third.server._process.problems()
     assert (problem.reason, "promote --force" in problem.hint) == ("NOT_HEARD", True)
     second.start()
     world.until(lambda: second.active or third.active, 20, "replaced")
@@ -607,7 +607,7 @@ def test_the_trouble_with_a_session_ends_when_the_key_is_there_again(
     world.etcd.heal()
     world.until(lambda: told() == ["WARNING", "INFO"], 20, "told that it goes on")
     assert second.server is not None
-    world.until(lambda: second.server._problems() == [], 20, "without a problem")  # type: ignore[union-attr]
+    world.until(lambda: second.server._process.problems() == [], 20, "without a problem")  # type: ignore[union-attr]
 
 
 def test_a_server_that_was_restarted_without_the_cluster_counts_no_more(

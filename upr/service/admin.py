@@ -193,9 +193,10 @@ class Process:
 
     Attributes:
         follow_calls, write_calls: return how many calls are open.
-        problems: returns what is wrong with the server beside its buckets.
+        files: returns what is wrong with the files of TLS and identities that it has, by file; None where nothing is.
+        ends: returns when the first certificate in such a file ends, in seconds since the epoch.
         part: returns its part in its set of servers; None for a server that is always alone.
-        troubles: returns what is wrong with that, by kind; None where nothing is. ``problems`` has it too.
+        troubles: returns what is wrong with that, by kind; None where nothing is.
         began: monotonic seconds.
     """
 
@@ -205,10 +206,16 @@ class Process:
     text_port: Callable[[], admin.TextPortStatus | None] = lambda: None
     delays: LoopDelays = field(default_factory=LoopDelays)
     clock: Clock = field(default_factory=Clock)
-    problems: Callable[[], list[UprError]] = list
+    files: Callable[[], Mapping[str, UprError | None]] = dict
+    ends: Callable[[], Mapping[str, float]] = dict
     part: Callable[[], SetPart | None] = lambda: None
     troubles: Callable[[], Mapping[str, UprError | None]] = dict
     began: float = field(default_factory=time.monotonic)
+
+    def problems(self) -> list[UprError]:
+        """Return what is wrong with the server beside its buckets."""
+        found = (*self.files().values(), *self.troubles().values())
+        return [one for one in found if one is not None]
 
 
 class Contents:

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from upr import __version__
 from upr.config import ServerConfig
 from upr.service import logs
-from upr.service.access.files import LOOK_SECONDS, Certificates, Watched
+from upr.service.access.files import IDENTITIES, LOOK_SECONDS, Certificates, Watched
 from upr.service.access.identities import Identity
 from upr.service.access.rules import Access
 from upr.service.admin import AdminMethods, Process
@@ -227,14 +227,15 @@ class Server:
         )
         self._writes = KeyValueMethods(self._catalog, self._intake, self._delays, callers)
         self._tasks: list[asyncio.Task[None]] = []
-        process = Process(
+        self._process = process = Process(
             server_id,
             lambda: self._changes.open_calls,
             lambda: self._writes.open_calls,
             self._text.status,
             self._delays,
             self._clock.clock,
-            self._problems,
+            self._file_troubles,
+            lambda: {} if self._tls is None else self._tls.ends,
             lambda: None if self._sets is None else self._sets.part,
             lambda: {} if self._sets is None else self._sets.troubles,
         )
@@ -400,13 +401,11 @@ class Server:
             os.umask(before)
         log.warning("there is no admin socket", extra={"path": path, "reason": why})
 
-    def _problems(self) -> list[UprError]:
-        """Return what is wrong with the server beside its buckets."""
-        sources = (self._tls, self._access.watched)
-        found = [None if one is None else one.problem for one in sources]
-        if self._sets is not None:
-            found += self._sets.troubles.values()
-        return [one for one in found if one is not None]
+    def _file_troubles(self) -> dict[str, UprError | None]:
+        """Return what is wrong with the files that are read again, by file; None where nothing is."""
+        found = {} if self._tls is None else self._tls.troubles
+        watched = self._access.watched
+        return found if watched is None else {**found, IDENTITIES: watched.problem}
 
     @property
     def _watched(self) -> list[Watched[Any]]:

@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
@@ -24,8 +25,15 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 0.4
 """Interval at which files are looked at; they are read when two looks in a row find the same."""
+CERTIFICATE: Final = "certificate"
+CLIENT_CA: Final = "client_ca"
+IDENTITIES: Final = "identities"
+"""The files, as metrics name them."""
 ENDS_SOON: Final = 0.1
 """Part of the lifetime of a certificate that is left when the server begins to tell of its end."""
+ENDS_SECONDS: Final = 30 * 86400.0
+"""Longest time that this is: authorities live for many years."""
+_CERTIFICATE: Final = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END", re.DOTALL)
 _VALIDITY: Final = re.compile(rb"\x30[\x1e-\x22]" + rb"(?:\x17\x0d|\x18\x0f)(\d{12,14})Z" * 2)
 """The validity of an X.509 certificate in DER: two times, of which those before 2050 have two digits for the year."""
 _T = TypeVar("_T")
@@ -65,12 +73,17 @@ def read_tls(cert: Path | None, key: Path | None, authority: Path | None) -> lis
     return before
 
 
-def validity_of(chain: bytes) -> tuple[float, float] | None:
-    """Return from when to when the first certificate of a PEM file is valid, in seconds since the epoch; None if that
-    cannot be told."""
-    pem = re.search(rb"-----BEGIN CERTIFICATE-----(.*?)-----END", chain, re.DOTALL)
+def validity_of(certificates: bytes) -> tuple[float, float] | None:
+    """Return from when to when that certificate of a PEM file is valid that ends first, in seconds since the epoch; None
+    where none tells.
+    """
+    found = filter(None, map(_validity, _CERTIFICATE.findall(certificates)))
+    return min(found, key=itemgetter(1), default=None)
+
+
+def _validity(pem: bytes) -> tuple[float, float] | None:
     try:
-        found = pem and _VALIDITY.search(binascii.a2b_base64(pem[1]))
+        found = _VALIDITY.search(binascii.a2b_base64(pem))
         return (_seconds(found[1]), _seconds(found[2])) if found else None
     except ValueError:
         return None
@@ -162,38 +175,56 @@ class Certificates:
         paths = (cert, key, client_ca) if client_ca is not None else (cert, key)
         self.watched = Watched("the TLS certificate", paths, self._read)
         self._given: object = self.watched.value
-        self._told = ""
+        self._told: dict[str, str] = {}
 
     @property
-    def problem(self) -> UprError | None:
-        """Why the files that are there now cannot be used; else that the certificate has expired, or soon will."""
-        return self.watched.problem or self._ending()
+    def troubles(self) -> dict[str, UprError | None]:
+        """By file, why those that are there now cannot be used; else that a certificate has expired, or soon will."""
+        found = self._endings()
+        return found | {CERTIFICATE: self.watched.problem or found[CERTIFICATE]}
 
-    def _ending(self) -> UprError | None:
-        if self._validity is None:
+    @property
+    def ends(self) -> dict[str, float]:
+        """By file, when the first certificate in it ends, in seconds since the epoch; without those that cannot be told."""
+        return {file: one[1] for file, one in self._validities.items() if one is not None}
+
+    def _endings(self) -> dict[str, UprError | None]:
+        return {file: self._ending(file, one) for file, one in self._validities.items()}
+
+    def _ending(self, file: str, validity: tuple[float, float] | None) -> UprError | None:
+        if validity is None:
             return None
-        (first, last), now = self._validity, time.time()
-        if now < last - ENDS_SOON * (last - first):
+        (first, last), now = validity, time.time()
+        if now < last - min(ENDS_SOON * (last - first), ENDS_SECONDS):
             return None
+        if file == CERTIFICATE:
+            what = "the TLS certificate"
+            hint = f"put a new one into {self._cert}, and its key into {self._key}: they are read again"
+        else:
+            what = "the certificate of an authority of clients"
+            hint = f"put a new one into {self._client_ca}, or take it out: the file is read again"
         return UprError(
-            f"the TLS certificate {'has expired' if now > last else 'expires'} "
+            f"{what} {'has expired' if now > last else 'expires'} "
             f"at {datetime.fromtimestamp(last, UTC):%Y-%m-%dT%H:%M:%SZ}",
             reason="CERTIFICATE_EXPIRED" if now > last else "CERTIFICATE_EXPIRES",
-            hint=f"put a new one into {self._cert}, and its key into {self._key}: they are read again",
+            hint=hint,
         )
 
     def tell(self) -> None:
-        """Log once that the certificate soon expires, and once that it has."""
-        ending = None if self.watched.problem else self._ending()
-        told, self._told = self._told, "" if ending is None else ending.reason
-        if ending is not None and ending.reason != told:
-            log.error("the TLS certificate expires, or has expired", extra={"error": str(ending)})
+        """Log once of each file that a certificate in it soon expires, and once that it has."""
+        for file, ending in self._endings().items():
+            reason = "" if ending is None else ending.reason
+            if reason and reason != self._told.get(file):
+                log.error("a certificate expires, or has expired", extra={"error": str(ending)})
+            self._told[file] = reason
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         chain, key, roots = read_tls(self._cert, self._key, self._client_ca)
         assert chain is not None
         assert key is not None
-        self._validity = validity_of(chain)
+        self._validities = {CERTIFICATE: validity_of(chain)}
+        if roots is not None:
+            self._validities[CLIENT_CA] = validity_of(roots)
         return grpc.ssl_server_certificate_configuration([(key, chain)], roots)
 
     def credentials(self) -> grpc.ServerCredentials:

@@ -260,6 +260,12 @@ class Metrics:
         page.gauge("upr_epoch", "Epoch of the set of servers.", catalog.standing.standing.epoch)
         page.gauge("upr_damaged_buckets", "Buckets that could not be opened.", len(catalog.damaged))
         self._add_part(page)
+        for file, error in process.files().items():
+            words = "Whether a file of TLS or identities cannot be used, or has a certificate that ends soon."
+            page.gauge("upr_file_trouble", words, error is not None, file=file)
+        for file, end in process.ends().items():
+            words = "When the first certificate in a file expires, in seconds since the epoch."
+            page.gauge("upr_certificate_expires_timestamp_seconds", words, end, file=file)
         for kind, count in (
             ("follow", process.follow_calls()),
             ("write", process.write_calls()),
