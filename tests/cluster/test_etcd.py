@@ -82,6 +82,23 @@ async def test_a_key_lives_as_long_as_its_session(etcd: RunningEtcd) -> None:
     await client.close()
 
 
+async def test_a_key_outlives_servers_of_etcd_that_answer_nothing(etcd: RunningEtcd) -> None:
+    began, seconds = asyncio.Event(), 8
+    with Proxy(etcd.endpoints[0]) as first, Proxy(etcd.endpoints[0]) as second:
+        client = Etcd([first.target, second.target, *etcd.endpoints])
+        session = asyncio.create_task(client.session(b"/o/me", b"here", seconds, began.set))
+        async with asyncio.timeout(WAIT_SECONDS):
+            await began.wait()
+        for proxy in (first, second):
+            proxy.black_hole("to server")
+        # Longer than the lease, which nobody else keeps alive.
+        await asyncio.wait({session}, timeout=seconds + 2.0)
+        assert not session.done()
+        assert b"/o/me" in (await client.read(b"/o/")).entries
+        session.cancel()
+        await client.close()
+
+
 async def test_an_etcd_that_is_stopped_or_away_is_told_in_time(tmp_path: Path) -> None:
     with running_etcd(tmp_path / "etcd") as etcd:
         # The first endpoint is nobody's: the next call goes to the next one.

@@ -27,7 +27,9 @@ _T = TypeVar("_T")
 CALL_SECONDS: Final = 2.0
 """Longest wait for an answer."""
 RENEWALS: Final = 4
-"""Number of times that a lease is kept alive within its length."""
+"""Number of times that a lease is kept alive within its length; each try takes no longer than that."""
+AGAIN_SECONDS: Final = 0.25
+"""Pause before the next server of etcd is asked to keep it alive."""
 KEYS_MAX: Final = 4 * SET_MEMBERS_MAX
 """Keys that are read of a cluster."""
 _EQUAL, _MOD = 0, 2
@@ -173,18 +175,19 @@ class Etcd:
         await self._put([], wire.PutRequest(key=key, value=value, lease=made.id))
         began()
         loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
+        until, pause = loop.time() + seconds, seconds / RENEWALS
         while loop.time() < until:
-            await asyncio.sleep(seconds / RENEWALS)
+            await asyncio.sleep(pause)
+            pause = AGAIN_SECONDS
             with contextlib.suppress(UnavailableError):
-                if not await self._renew(made.id):
+                if not await self._renew(made.id, seconds / RENEWALS):
                     return
-                until = loop.time() + seconds
+                until, pause = loop.time() + seconds, seconds / RENEWALS
 
-    async def _renew(self, lease: int) -> bool:
+    async def _renew(self, lease: int, seconds: float) -> bool:
         async def do(channel: grpc.aio.Channel, metadata: Any) -> Any:
             stub: Any = stubs.LeaseStub(channel)
-            call = stub.LeaseKeepAlive(timeout=CALL_SECONDS, metadata=metadata)
+            call = stub.LeaseKeepAlive(timeout=seconds, metadata=metadata)
             try:
                 await call.write(wire.LeaseKeepAliveRequest(id=lease))
                 return await next_message(call)
