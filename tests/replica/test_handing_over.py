@@ -595,6 +595,39 @@ async def test_a_writer_that_is_sent_to_the_next_owner_is_served_when_that_is_ac
 
 
 @pytest.mark.asyncio
+async def test_a_replica_that_follows_the_next_owner_is_answered_when_that_is_active(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, new, other = await start_set(start, 2)
+    go_on, serve = asyncio.Event(), Ownership._serve
+
+    async def late(self: Ownership, *arguments: Any) -> Promoted:
+        await go_on.wait()
+        return await serve(self, *arguments)
+
+    asked, wait = asyncio.Event(), Catalog.until_became
+
+    async def entered(self: Catalog) -> None:
+        asked.set()
+        await wait(self)
+
+    monkeypatch.setattr(Ownership, "_serve", late)
+    monkeypatch.setattr(Catalog, "until_became", entered)
+    promoting = asyncio.create_task(new.ownership.promote(takeover=True))
+    directory = new.ownership.standing.directory
+    await until(lambda: other.ownership.standing.candidate == directory)
+    await other.ownership.follow_nobody()
+    other.ownership._follow((new.target,), False, directory)
+    await asked.wait()
+    await pass_turns(10)
+    # It takes the time in which the buckets become active.
+    assert not new.host.bucket.followers
+    go_on.set()
+    await promoting
+    await until(lambda: len(new.host.bucket.followers) > 0)
+
+
+@pytest.mark.asyncio
 async def test_tables_that_are_given_up_by_force_are_told(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

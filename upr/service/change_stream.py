@@ -358,6 +358,8 @@ class ChangeStreamMethods:
                     incarnation=opening.incarnation,
                 )
             )
+            # All of its streams roll back to the new records, which takes longer than to make them active.
+            await self._catalog.until_became()
         if self._stopping:
             raise ShuttingDownError(SHUTTING_DOWN.words, hint=SHUTTING_DOWN.hint)
         host = (self._catalog.of if options.is_replica else self._catalog.to_read)(opening)

@@ -72,7 +72,7 @@ NEW_BUCKET_BYTES = 2**20
 FULL_BYTES = 2**20
 """Less than this is free on a full disk."""
 BECOMING_SECONDS = 2.0
-"""Longest wait of a Write call for a change of owner to this server."""
+"""Longest wait of a Write call, or of a replica, for a change of owner to this server."""
 WATCH_SECONDS = 1.0
 """Interval between checks that the data directory and its files still exist."""
 DAMAGED_HINT = "put a copy of its folder in its place and restart the server, or drop the bucket"
@@ -395,11 +395,15 @@ class Catalog:
 
         Writers that the former owner sent here go on at once then, and not after a pause.
         """
+        await self.until_became()
+        self.check_active()
+
+    async def until_became(self) -> None:
+        """Wait until a change of owner to this server has ended, or has taken BECOMING_SECONDS."""
         if self.replica and self.becoming is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BECOMING_SECONDS):
                     await self.becoming.wait()
-        self.check_active()
 
     def check_reachable(self) -> None:
         """Raise UprError, NOT_ADVERTISED, where replicas could not be told how to reach this server."""
