@@ -1,13 +1,15 @@
 """Clusters of real servers, for tests of failover without an operator."""
 
+import json
 import os
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 from tests.conftest import StartServer
 from tests.etcd import RunningEtcd
-from tests.harness import WAIT_SECONDS, RunningServer
-from tests.replica.sets import is_active, wait_for, wait_until_counted
+from tests.harness import WAIT_SECONDS, RunningServer, wait_until
+from tests.replica.sets import is_active, run, wait_for, wait_until_counted
 from upr_client import Client
 
 
@@ -43,3 +45,16 @@ def stop(server: RunningServer) -> None:
 def go_on(server: RunningServer) -> None:
     """SIGCONT."""
     os.kill(server.pid, signal.SIGCONT)
+
+
+def drained(server: RunningServer) -> Any:
+    """Drain a server, and return what is told; say it again while, on a busy machine, another one is a moment behind or late."""
+    told: list[str] = []
+
+    def is_done() -> bool:
+        done = run("drain", "--json", "--target", server.target)
+        told.append(done.output)
+        return done.exit_code == 0
+
+    wait_until(is_done, lambda: told[-1])
+    return json.loads(told[-1])

@@ -12,11 +12,10 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.clusters import go_on, owner_of, start_cluster, stop
+from tests.cluster.clusters import drained, go_on, owner_of, start_cluster, stop
 from tests.cluster.stamps import boot_seconds, check_one_owner, stamps_of
 from tests.conftest import StartServer
 from tests.etcd import RunningEtcd
@@ -292,20 +291,13 @@ class ClusterRounds:
         what = "restarted" if cleanly else "killed and back at once"
         self.counts[what if in_time else f"{what}, too late"] += 1
 
-    @staticmethod
-    def _drained(server: RunningServer) -> bool:
-        """Drain a server, and return whether it is; not while the next owner is out of step for a moment."""
-        done = run("drain", "--target", server.target)
-        assert done.exit_code == 0 or "not in step" in done.output, done.output
-        return done.exit_code == 0
-
     def roll(self) -> None:
         """Stop each server in turn and start it again, the owner drained before: no record, and no failed write."""
         errors, (_, ids) = self._errors(), self._history()
         self._forget_longest()
         for server in [*self._others(), self.owner]:
             if server is self.owner:
-                wait_for(partial(self._drained, server), "the owner to be drained")
+                drained(server)
                 self.settle()
                 assert self.owner is not server
             self._go_on()

@@ -1,20 +1,19 @@
 """What operators order in a cluster, with real servers and a real etcd: it holds, whoever owns next."""
 
 import contextlib
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
 from tests.client.certificates import make_certificate
-from tests.cluster.clusters import go_on, owner_of, start_cluster, stop
+from tests.cluster.clusters import drained, go_on, owner_of, start_cluster, stop
 from tests.conftest import StartServer
 from tests.etcd import running_etcd
-from tests.harness import RunningServer, wait_until
+from tests.harness import RunningServer
 from tests.replica.sets import is_active, run, wait_for, wait_until_counted
 from upr.storage.directory import DataDirectory
 from upr_client import Client, UprError
@@ -34,19 +33,6 @@ def ran(*arguments: str) -> str:
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     return str(done.output)
-
-
-def drained(server: RunningServer) -> Any:
-    """Drain a server, and return what is told; say it again where who is to take over is a moment behind."""
-    told: list[str] = []
-
-    def is_done() -> bool:
-        done = run("drain", "--json", "--target", server.target)
-        told.append(done.output)
-        return done.exit_code == 0
-
-    wait_until(is_done, lambda: told[-1])
-    return json.loads(told[-1])
 
 
 def done(call: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ from upr.cli import admin as commands
 from upr.cli.admin_commands import topology
 from upr.replica.set_status import COPIES, COUNTED, PATIENCE_SECONDS, SetStatus
 from upr_client.admin import Promotion
-from upr_protocol.errors import TooFewReplicasError
+from upr_protocol.errors import TooFewReplicasError, UprError
 from upr_protocol.ownership import Row, Standing
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
@@ -154,6 +154,21 @@ def test_a_drain_shows_its_token_to_no_server_that_the_target_does_not_name(
     else:
         assert "credentials go nowhere else" in result.stderr
         assert "--target 10.0.0.1:1,10.0.0.2:2" in result.stderr
+
+
+def test_a_drain_whose_takeover_fails_says_what_ends_that_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def promote(**_: object) -> None:
+        raise UprError("one that died is counted", reason="NOT_HEARD", hint="promote --force")
+
+    admin = SimpleNamespace(drain=lambda **_: "10.0.0.2:2", promote=promote)
+    client = contextlib.nullcontext(SimpleNamespace(admin=admin))
+    monkeypatch.setattr(topology, "open_client", lambda _: client)
+    result = CliRunner().invoke(commands.main, ["drain", "--target", "10.0.0.1:1"])
+    assert result.exit_code != 0
+    words = "is counted (10.0.0.1:1 is drained: say it again in some seconds, or --undo; promote"
+    assert words in result.stderr
 
 
 @pytest.mark.parametrize(("seconds", "key"), [(2.0, "yes"), (11.0, "-")])

@@ -25,6 +25,7 @@ from upr_cli_kit.output import (
 )
 from upr_cli_kit.screen import watched_output_options
 from upr_cli_kit.times import duration
+from upr_protocol.errors import UprError
 from upr_protocol.limits import ETCD_STALE_SECONDS
 
 if TYPE_CHECKING:
@@ -194,7 +195,13 @@ def drain(undo: bool, seconds: float, target: str, as_json: bool) -> None:
         hint = f"{first} is drained and active: say it again with --target {first},{successor}, if that is one of yours"
         check_of_target(successor, target, "who is to take over", f"{hint}, or --undo")
         with open_client(successor) as client:
-            client.admin.promote(takeover=True, seconds=seconds)
+            try:
+                client.admin.promote(takeover=True, seconds=seconds)
+            except UprError as error:
+                # Who died just now is counted no more in a moment, and no force is needed.
+                again = f"{first} is drained: say it again in some seconds, or --undo"
+                error.hint = "; ".join(filter(None, (again, error.hint)))
+                raise
     text = f"undrained: {first}, it may become active" if undo else f"drained: {first}"
     if successor:
         text += f", {successor} is active"
