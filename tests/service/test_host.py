@@ -25,6 +25,7 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.disk_threads import Worker
 from upr.service.key_value import KeyValueMethods
+from upr.service.overload import callers as callers_module
 from upr.service.overload.intake import Intake
 from upr.service.storage_trouble import Failing
 from upr.storage.directory import DataDirectory
@@ -262,6 +263,35 @@ async def test_a_writer_that_came_while_the_server_stops_is_told_so(catalog: Cat
         with pytest.raises(ShuttingDownError):
             await methods.Write(None, context)
     assert not host.bucket.knows_producer(b"p")
+    await host.close()
+
+
+@pytest.mark.asyncio
+async def test_of_many_writers_of_one_host_some_are_served_in_a_round_of_the_loop(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each step of another host's call would wait for all of them."""
+    monkeypatch.setattr(callers_module, "ROUND_MESSAGES", 3)
+    host = started(catalog.find("default"))
+    methods, high = KeyValueMethods(catalog, Intake()), host.bucket.partitions.high
+    contexts: list[Any] = [Script(opening(f"p{number}")) for number in range(10)]
+    calls = [asyncio.create_task(methods.Write(None, context)) for context in contexts]
+    for context in contexts:
+        assert (await context.said.get()).HasField("opened")
+    # The first of all writes waits for the proof to be removed.
+    contexts[0].send(1, build_block([b"k"], [b""]))
+    await contexts[0].said.get()
+    for context in contexts:
+        context.send(1 + (context is contexts[0]), build_block([b"k"], [b""]))
+    numbered = [1]
+    async with asyncio.timeout(WAIT_SECONDS):
+        while numbered[-1] < 1 + len(contexts):
+            await asyncio.sleep(0)
+            numbered.append(int(high.sum()))
+    assert max(np.diff(numbered)) == 3
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
     await host.close()
 
 

@@ -436,6 +436,7 @@ class _WriteCall:
         self._host = host
         self._context = context
         self._peer = peer_of(context.peer())
+        self._rounds = methods.callers.rounds(self._peer)
         self._producer = producer
         self._together = together
         self._permit = PERMIT.get()
@@ -516,6 +517,7 @@ class _WriteCall:
         try:
             while (raw := await self._receive()) is not None:
                 size = len(raw)
+                await self._rounds.turn()
                 if self._trace is not None:
                     self._trace.begin(bytes=size)
                 takes_turn = self._takes_turn(size)

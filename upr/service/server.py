@@ -506,6 +506,7 @@ async def serve(config: ServerConfig, replicate: Replicate | None = None) -> int
     log_limit = logs.configure(config.log_format)
     resources.raise_descriptor_limit()
     resources.share_free_memory()
+    resources.take_events_at_once()
     server = Server(config, log_limit, replicate)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

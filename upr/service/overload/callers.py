@@ -10,18 +10,19 @@ not read before its turn. Then the call waits for one of the Turns of all peers.
 
 *Turns* run expensive requests one after the other, within a share of the event loop's time. The loop has one thread and
 serves callers in the order of arrival: fifty clients that start all partitions in a loop would leave a write one step
-in fifty.
+in fifty. Of cheap messages so many of one peer are taken in a round of the loop.
 """
 
 import asyncio
 import ipaddress
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Final
 from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 from upr_protocol.block import POSITION
 from upr_protocol.errors import TooManyError
@@ -69,6 +70,44 @@ class Turns:
         """Charge loop time that a request has used."""
         now = asyncio.get_running_loop().time()
         self._free_at = max(self._free_at, now) + seconds * (1 / SHARE - 1)
+
+
+ROUND_MESSAGES: Final = 16
+"""Messages of one peer that are taken in a round of the event loop; they take some milliseconds."""
+
+
+class LoopRounds:
+    """Rounds of the event loop, in each of which ROUND_MESSAGES messages of one peer are taken; the others wait in order.
+
+    A call has some ten steps, each in a round of its own. With a thousand busy calls, and a message of each in every
+    round, a new call of another peer would take seconds.
+    """
+
+    def __init__(self) -> None:
+        self._left = ROUND_MESSAGES
+        self._waiting = deque[asyncio.Future[None]]()
+
+    async def turn(self) -> None:
+        """Wait for a round with room."""
+        if self._left == ROUND_MESSAGES:
+            asyncio.get_running_loop().call_soon(self._next)
+        if self._left:
+            self._left -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next(self) -> None:
+        self._left = ROUND_MESSAGES
+        while self._waiting and self._left:
+            turn = self._waiting.popleft()
+            # Its call may have ended meanwhile.
+            if not turn.done():
+                turn.set_result(None)
+                self._left -= 1
+        if self._left < ROUND_MESSAGES:
+            asyncio.get_running_loop().call_soon(self._next)
 
 
 PEER_SHARE: Final = 0.4
@@ -211,6 +250,11 @@ class Callers:
         self._clock = clock
         self._open = defaultdict[tuple[str, str], int](int)
         self._accounts: dict[tuple[str, str], _Account] = {}
+        self._rounds = WeakValueDictionary[str, LoopRounds]()
+
+    def rounds(self, peer: str) -> LoopRounds:
+        """Return the rounds that a peer's calls share, for as long as one has them."""
+        return self._rounds.get(peer) or self._rounds.setdefault(peer, LoopRounds())
 
     def open(self, kind: str, peer: str) -> Callable[[], None]:
         """Count a call from its arrival on, until what this returns is called.

@@ -9,14 +9,20 @@ garbage; frozen objects are searched for cycles once an hour, and after a bucket
 
 import asyncio
 import ctypes
+import fcntl
 import gc
 import os
 import resource
+import socket
+import sys
+import termios
 from bisect import bisect_left
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
 import pyarrow as pa
 
 from upr_protocol.errors import ListenError
@@ -144,6 +150,35 @@ async def collect_garbage(dropped: asyncio.Event) -> None:
         gc.unfreeze()
         gc.collect()
         await asyncio.to_thread(give_back_freed)
+
+
+def take_events_at_once() -> None:
+    """Have gRPC's events come as soon as the event loop can take them. Call in the loop, before gRPC is used.
+
+    gRPC's thread writes a byte into a socket for each event, and the loop takes one byte a round, with all events that
+    are there. Where more than one comes in a round, the socket fills up; then the thread stands still until most of it
+    is read, and each event waits for hundreds of rounds.
+    """
+    loop = asyncio.get_running_loop()
+    add_reader = loop.add_reader
+
+    def added(told: socket.socket, take: Callable[[], object]) -> None:
+        fd, size = told.fileno(), bytearray(4)
+
+        def take_all() -> None:
+            fcntl.ioctl(fd, termios.FIONREAD, size)
+            # gRPC reads one, and would wait for it.
+            if (more := int.from_bytes(size, sys.byteorder) - 1) > 0:
+                os.read(fd, more)
+            take()
+
+        add_reader(told, take_all)
+
+    loop.add_reader = added  # type: ignore[method-assign, assignment]
+    try:
+        grpc.aio.init_grpc_aio()
+    finally:
+        del loop.add_reader
 
 
 BOUNDS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
