@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import poll, until
+from tests.harness import WAIT_SECONDS, poll, until
 from tests.raw import OWN_CONNECTION, RawClient, RawFollow, start_at
 from upr.service.overload import callers as callers_module
 from upr.service.overload.callers import (
@@ -153,6 +153,23 @@ async def test_who_would_wait_beyond_its_deadline_is_told_why(
         ended = await asyncio.gather(*calls, return_exceptions=True)
     refused = [error_from_call(one) for one in ended if isinstance(one, grpc.RpcError)]
     assert "TOO_MANY" in {one.reason for one in refused}
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_a_turn_behind_others_is_told_why_before_its_deadline(
+    server_process: StartServer,
+) -> None:
+    # A turn comes an hour after the one before it.
+    server = server_process(constants={"upr.service.overload.callers.SHARE": 2e-5})
+    request = changes.ListCutsRequest(bucket="default", with_partitions=True)
+    async with RawClient(server.target) as client:
+        await client.changes.ListCuts(request, timeout=WAIT_SECONDS)
+        with pytest.raises(grpc.RpcError) as ended:
+            await client.changes.ListCuts(request, timeout=5)
+    error = error_from_call(ended.value)
+    assert (error.reason, error.retriable) == ("TOO_MANY", True)
+    assert "of all peers together" in error.message
+    assert error.hint.startswith("wait ")
 
 
 @contextlib.asynccontextmanager

@@ -308,7 +308,15 @@ class Callers:
                 f"the calls of {peer} take more than their share of the server's time",
                 hint=f"wait {left:.1f} s, and ask for less at a time",
             )
-        await self.turn(peer, seconds)
+        try:
+            # What those before it will have used by then nobody knows.
+            async with asyncio.timeout(longest):
+                await self.turn(peer, seconds)
+        except TimeoutError:
+            raise TooManyError(
+                "expensive calls, of all peers together, take more than their share of the server's time",
+                hint=f"wait {longest:.1f} s, and ask for less at a time",
+            ) from None
         self.turns.charge(seconds)
 
     async def turn(self, peer: str, seconds: float) -> None:
