@@ -20,7 +20,7 @@ from upr.storage.blocks import Head
 from upr.storage.journal import Commit, JournalEntry, NumberedWrite
 from upr.storage.keyspace import CutRow, PartitionRow, Pin
 from upr_protocol.block import Block, build_block, make_runs, sealed
-from upr_protocol.errors import ProtocolError
+from upr_protocol.errors import ProtocolError, StorageFailedError
 from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.flow import CreditWindow
 from upr_protocol.wire.codec import decode_block, encode_block, encode_frame, producer_writes
@@ -130,6 +130,25 @@ def test_what_does_not_continue_a_replica_changes_nothing(
         replica.receive(wrong.block(), wrong.data, ())
     assert replica.tail.end == 0
     assert not replica.partitions.high.any()
+
+
+def test_a_replica_takes_nothing_behind_what_it_kept_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would be sent again, and be there twice."""
+    replica, one = bucket(REPLICA), entry((A, 0, 2, 2))
+    replica.on_failure = replica.fail
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replica.partitions, "received", no_memory)
+        with pytest.raises(MemoryError):
+            replica.receive(one.block(), one.data, ())
+    with pytest.raises(StorageFailedError, match="received and not kept"):
+        replica.receive(one.block(), one.data, ())
+    assert replica.tail.end == 1
 
 
 def test_a_replica_keeps_what_it_is_told_and_serves_it() -> None:

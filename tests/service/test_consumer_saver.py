@@ -9,7 +9,7 @@ import pytest
 from tests.engine.test_saves import IDS, acknowledge, save
 from upr.engine.consumers import Consumers, Save
 from upr.service.buckets.keepers import ConsumerSaver, Rows
-from upr.service.storage_trouble import Troubles
+from upr.service.storage_trouble import Failing, Troubles
 from upr_protocol.errors import FencedError, StorageFailedError
 
 
@@ -19,19 +19,20 @@ class Store:
     def __init__(self) -> None:
         self.rows: Rows = {}
         self.transactions = 0
-        self.failing = False
+        self.failing: Exception | None = None
         self.may_go = asyncio.Event()
         self.asked = asyncio.Event()
         self.consumers = Consumers()
-        self.saver = ConsumerSaver(self.consumers, self.write, Troubles("b", lambda: None))
+        self.troubles = Troubles("b", lambda: None)
+        self.saver = ConsumerSaver(self.consumers, self.write, self.troubles)
         self.ended: list[Save] = []
 
     async def write(self, rows: object) -> None:
         assert callable(rows)
         self.asked.set()
         await self.may_go.wait()
-        if self.failing:
-            raise lmdb.DiskError("no space")
+        if self.failing is not None:
+            raise self.failing
         self.transactions += 1
         for key, row in rows().items():
             if row is None:
@@ -59,18 +60,23 @@ async def test_saves_that_wait_share_a_transaction_and_each_is_answered_behind_i
 
 
 @pytest.mark.asyncio
-async def test_a_store_that_fails_refuses_all_that_were_in_the_transaction() -> None:
+@pytest.mark.parametrize("error", [lmdb.DiskError("no space"), MemoryError()])
+async def test_a_store_that_fails_refuses_all_that_were_in_the_transaction(
+    error: Exception,
+) -> None:
     store = Store()
-    store.failing = True
+    store.failing = error
     tasks = [store.begin(save((1, 1), name=name)) for name in "ab"]
     store.may_go.set()
     for task in tasks:
-        with pytest.raises(StorageFailedError, match="no space") as caught:
+        with pytest.raises(StorageFailedError, match=r"no space|MemoryError") as caught:
             await task
         assert caught.value.retriable
     assert (len(store.ended), list(store.consumers)) == (2, [])
-    store.failing = False
+    assert Failing.POSITIONS in store.troubles
+    store.failing = None
     await store.begin(save((1, 2), name="a"))
+    assert Failing.POSITIONS not in store.troubles
     assert {key: row and row.seqno for key, row in store.rows.items()} == {(b"a", 1): 2}
 
 
@@ -161,11 +167,11 @@ async def test_nothing_is_settled_while_what_was_forgotten_cannot_be_removed() -
     store.may_go.set()
     await store.begin(save((1, 1)))
     store.consumers.forget("c")
-    store.failing = True
+    store.failing = lmdb.DiskError("no space")
     for _ in range(2):
         with pytest.raises(lmdb.DiskError, match="no space"):
             await store.saver.settled("c")
-    store.failing = False
+    store.failing = None
     await store.saver.settled("c")
     assert store.rows == {}
 
@@ -187,10 +193,10 @@ async def test_a_save_that_was_refused_is_not_stored_later() -> None:
     store.may_go.set()
     await store.begin(save((1, 1)))
     store.consumers.forget("c")
-    store.failing = True
+    store.failing = lmdb.DiskError("no space")
     with pytest.raises(StorageFailedError, match="no space"):
         await store.begin(save((1, 7), name="refused"))
     assert not store.consumers.saves.of("refused")
-    store.failing = False
+    store.failing = None
     await store.begin(save((2, 3), name="other"))
     assert list(store.rows) == [(b"other", 2)]

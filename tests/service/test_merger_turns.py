@@ -612,6 +612,8 @@ async def test_what_is_said_of_a_damaged_partition_holds_nothing_that_was_merged
         ("compactor", "_look", Failing.MERGE),
         ("compactor", "purge", Failing.PURGE),
         ("flusher", "flush", Failing.FLUSH),
+        ("bucket", "take_commit", Failing.JOURNAL),
+        ("disk", "append", Failing.JOURNAL),
     ],
 )
 async def test_what_works_in_the_background_goes_on_once_there_is_memory_again(

@@ -319,6 +319,30 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
 
 
+def test_a_record_for_which_there_is_no_memory_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path / "j", 1)
+    journal = Journal(tmp_path / "j", VERSION)
+    list(journal.replay())
+    (file,) = (tmp_path / "j").iterdir()
+    size = file.stat().st_size
+
+    def half(fd: int, data: bytes | memoryview, at: int) -> None:
+        os.pwrite(fd, data[: len(data) // 2], at)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module, "_write_whole", half)
+        patch.setattr(journal_module, "PIECES_MAX", 1)
+        with pytest.raises(MemoryError):
+            journal.append(commit(2))
+    assert file.stat().st_size == size
+    journal.append(commit(2))
+    journal.close()
+    assert replayed(tmp_path / "j") == ([commit(1), commit(2)], 0)
+
+
 def test_room_that_a_full_disk_has_in_part_is_left_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -377,7 +377,13 @@ class Bucket:
         time = max(self.tail.newest_time, int(runs["time"].max()))
         if len(self.cuts):
             self.cuts.passed(runs, self.tail.end)
-        number = self._append(TailEntry(runs, data, writes, time))
+        entry = TailEntry(runs, data, writes, time)
+        try:
+            number = self._append(entry)
+        except BaseException as error:
+            # Sent again, what is in the tail in part would be there twice.
+            self.on_failure(StorageFailedError(f"a block was received and not kept: {error!r}"))
+            raise
         self._wake(memory=True)
         return number
 

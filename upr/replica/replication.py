@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
-import lmdb
 
 from upr.engine.recovery import Undo
 from upr.engine.streams import SUPERSEDED
@@ -23,7 +22,7 @@ from upr.replica.links import Links
 from upr.replica.upstream_stream import UndoNeededError, UpstreamStream
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.storage_trouble import words_of
+from upr.service.storage_trouble import PASSING, words_of
 from upr.storage.store import Identity
 from upr_client.backoff import delay
 from upr_client.endpoints import endpoints_of
@@ -118,7 +117,7 @@ class Replication:
                     await self._follow(upstream)
                 except UprError as error:
                     self._failed(upstream, error)
-                except (OSError, lmdb.Error) as error:
+                except PASSING as error:
                     self._failed(upstream, StorageFailedError(words_of(error)))
                 await asyncio.sleep(delay(self._tries, random.random(), away=True))
 
@@ -310,7 +309,7 @@ class Replication:
                 return
             except UprError as error:
                 problem = error
-            except (OSError, lmdb.Error) as error:
+            except PASSING as error:
                 problem = StorageFailedError(words_of(error), retriable=True)
             upstream_state.problem = problem
             if trouble.told != problem.reason:

@@ -34,6 +34,8 @@ class Failing(StrEnum):
     PRODUCERS = "producers cannot be forgotten"
 
 
+PASSING: Final = (OSError, lmdb.Error, MemoryError)
+"""Errors with which nothing was stored, and which may pass: what failed is tried again, or refused."""
 _UNSEEN: Final = frozenset({Failing.SEGMENTS, Failing.MERGE, Failing.PURGE, Failing.PRODUCERS})
 """Operations that no call fails for, or waits for."""
 

@@ -440,7 +440,7 @@ class Journal:
         """Append one record, fsync it, and return its size in bytes.
 
         Raises:
-            OSError: the disk is full, and nothing of the record remains; the caller may retry.
+            OSError, MemoryError: the disk is full, or there is no memory for it, and nothing of the record remains; the caller may retry.
             StorageFailedError: it could not be written, or a partial record not be removed: the state of the disk is
                 unknown, and every later append fails too.
         """
@@ -458,6 +458,9 @@ class Journal:
             failpoints.hit("journal.before_sync")
         except OSError as error:
             failed = error.errno or errno.EIO
+        except MemoryError:
+            self._take_back(record.fd)
+            raise
         self.wrote(record, failed, time.perf_counter() - began, self._folder_time())
         failpoints.hit("journal.after_sync")
         return record.size

@@ -40,7 +40,7 @@ from upr.service.buckets.keepers import (
 from upr.service.buckets.room import ROOM_AGAIN_BYTES, DiskRoom, WaitingRoom, check_map
 from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.clock import Clock
-from upr.service.storage_trouble import Failing, is_full, unreadable, words_of
+from upr.service.storage_trouble import PASSING, Failing, is_full, unreadable, words_of
 from upr.storage.journal import Commit, NumberedWrite
 from upr.storage.read import read_blocks
 from upr.storage.search import TailKeys
@@ -500,7 +500,7 @@ class BucketService:
             await self.upstream_state.end_join()
         await self.acknowledged.finish()
         # On a full disk acknowledgements are lost, which only makes purging more careful.
-        with contextlib.suppress(OSError, lmdb.Error):
+        with contextlib.suppress(*PASSING):
             await self.acknowledged.save()
         await self.cuts.finish()
 
@@ -728,45 +728,46 @@ class BucketService:
     # Committing
 
     async def _commit_loop(self) -> None:
-        while True:
-            commit = self.bucket.take_commit()
+        """Journal commits; without disk or memory for one retry, because numbered rows are never withdrawn."""
+        commit: Commit | None = None
+        while self.bucket.failure is None:
+            try:
+                commit = commit or self.bucket.take_commit()
+                if commit is not None:
+                    await self._append(commit)
+            except StorageFailedError as error:
+                self.fail(error)
+                return
+            except PASSING as error:
+                self.disk.troubles.begins(Failing.JOURNAL, error)
+                self.bucket.stalled = True
+                if self.disk.stopping:
+                    words = f"the journal could not be written: {words_of(error)}"
+                    self.fail(StorageFailedError(words))
+                    return
+                self.flusher.wanted.set()
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
             if commit is None:
                 self._work.clear()
                 if self.disk.stopping:
                     return
                 await self._work.wait()
                 continue
-            if not await self._append(commit):
-                return
             self.bucket.commit_done(commit)
+            commit = None
             if self.bucket.tail.bytes >= self.flusher.begin_bytes:
                 self.flusher.wanted.set()
             self.disk.changed()
 
-    async def _append(self, commit: Commit) -> bool:
-        """Journal a commit; on a full disk retry, because numbered rows are never withdrawn."""
-        while self.bucket.failure is None:
-            began = time.perf_counter()
-            try:
-                written = await self.disk.append(commit)
-                self.disk.traffic.commits.add(time.perf_counter() - began)
-                self.disk.traffic.syncs.add(self.disk.journal.write_seconds)
-                self.disk.counters.journalled_bytes += written
-                self.disk.troubles.ends(Failing.JOURNAL)
-                self.bucket.stalled = False
-                return True
-            except StorageFailedError as error:
-                self.fail(error)
-            except OSError as error:
-                self.disk.troubles.begins(Failing.JOURNAL, error)
-                self.bucket.stalled = True
-                if self.disk.stopping:
-                    words = f"the journal could not be written: {words_of(error)}"
-                    self.fail(StorageFailedError(words))
-                    break
-                self.flusher.wanted.set()
-                await asyncio.sleep(_RETRY_SECONDS)
-        return False
+    async def _append(self, commit: Commit) -> None:
+        began = time.perf_counter()
+        written = await self.disk.append(commit)
+        self.disk.traffic.commits.add(time.perf_counter() - began)
+        self.disk.traffic.syncs.add(self.disk.journal.write_seconds)
+        self.disk.counters.journalled_bytes += written
+        self.disk.troubles.ends(Failing.JOURNAL)
+        self.bucket.stalled = False
 
     def fail(self, error: StorageFailedError) -> None:
         """Refuse writes until the next start: the state of the disk is unknown."""

@@ -49,7 +49,7 @@ from upr.engine.compaction import (
 from upr.service.buckets.disk_threads import Disk
 from upr.service.buckets.keepers import finish_even_if_cancelled, pause
 from upr.service.buckets.room import merge_room
-from upr.service.storage_trouble import Failing, words_of
+from upr.service.storage_trouble import PASSING, Failing, words_of
 from upr.storage.blocks import (
     BlockRange,
     Head,
@@ -244,7 +244,7 @@ class Compactor:
                     await self._merge(partitions)
                 if not self._without_room:
                     self._disk.troubles.ends(Failing.MERGE)
-            except (OSError, lmdb.Error, NoRoomError, MemoryError) as error:
+            except (*PASSING, NoRoomError) as error:
                 self._disk.troubles.begins(Failing.MERGE, error)
                 if isinstance(error, lmdb.PanicError):
                     return
@@ -754,7 +754,7 @@ class Compactor:
                         seen[partition] = stored
                 except (DataDamagedError, CorruptBlockError) as error:
                     self.damaged({partition: error})
-                except (OSError, lmdb.Error, NoRoomError, StorageFailedError, MemoryError) as error:
+                except (*PASSING, NoRoomError, StorageFailedError) as error:
                     self._disk.troubles.begins(Failing.PURGE, error)
                     failed = True
                 except UprError as error:

@@ -12,7 +12,7 @@ from upr import failpoints
 from upr.config import ServerConfig
 from upr.engine.bucket import Bucket, FlushPlan
 from upr.service.buckets.disk_threads import Disk
-from upr.service.storage_trouble import Failing
+from upr.service.storage_trouble import PASSING, Failing
 from upr.storage.compact import FlushSlice, Merged
 from upr.storage.keyspace import ProducerNumbers
 
@@ -129,7 +129,7 @@ class Flusher:
             self.map_full = False
             self._disk.troubles.ends(Failing.FLUSH)
             return flushed
-        except (OSError, lmdb.Error, MemoryError) as error:
+        except PASSING as error:
             self.map_full = isinstance(error, lmdb.MapFullError)
             self._disk.troubles.begins(Failing.FLUSH, error)
             self._disk.changed()

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
-import lmdb
-
 from upr import failpoints
 from upr.engine.bucket import Bucket
 from upr.engine.consumers import Consumers, Save
@@ -27,7 +25,7 @@ from upr.engine.cuts import Cut
 from upr.engine.groups import NEVER, Owners, fenced
 from upr.engine.producers import ProducerCall
 from upr.service.buckets.disk_threads import Disk
-from upr.service.storage_trouble import Failing, Troubles, words_of
+from upr.service.storage_trouble import PASSING, Failing, Troubles, words_of
 from upr.storage.keyspace import ConsumerRow, CutRow, ProducerRow
 from upr_protocol.errors import (
     CutNotFoundError,
@@ -209,7 +207,7 @@ class CutKeeper:
 
         try:
             await self._disk.in_store_thread(store)
-        except (OSError, lmdb.Error) as error:
+        except PASSING as error:
             self._disk.troubles.begins(Failing.CUTS, error)
             raise StorageFailedError(
                 f"cuts could not be stored: {words_of(error)}",
@@ -259,7 +257,7 @@ class ConsumerSaver:
         """Save about once a second until ``stopping``, and retry failures; unsaved changes need one more ``save`` then."""
         while not stopping.is_set():
             # Failed changes are kept for the retry, and the trouble is recorded.
-            with suppress(OSError, lmdb.Error):
+            with suppress(*PASSING):
                 await self.save()
             await pause(stopping, SAVE_SECONDS)
 
@@ -267,7 +265,7 @@ class ConsumerSaver:
         """Store everything that was acknowledged up to now.
 
         Raises:
-            OSError, lmdb.Error: the store cannot be written; unsaved changes are kept for the next time.
+            OSError, lmdb.Error, MemoryError: the store cannot be written; unsaved changes are kept for the next time.
         """
         async with self._one_at_a_time:
             while await self._save_some():
@@ -319,7 +317,7 @@ class ConsumerSaver:
                 # The holder of the lock stores the saves of all tasks that wait for it.
                 while not save.ended:
                     await self._store_waiting()
-        except (OSError, lmdb.Error) as error:
+        except PASSING as error:
             self._give_up(save, error)
         except BaseException as error:
             self._give_up(save, error)
@@ -363,7 +361,7 @@ class ConsumerSaver:
     async def _put(self, rows: Callable[[], Rows]) -> None:
         try:
             await self._write(rows)
-        except (OSError, lmdb.Error) as error:
+        except PASSING as error:
             self._troubles.begins(Failing.POSITIONS, error)
             raise
         self._troubles.ends(Failing.POSITIONS)
@@ -378,7 +376,7 @@ class ConsumerSaver:
         """Wait for a consumer's pending saves, and for the removal of its forgotten rows from the store.
 
         Raises:
-            OSError, lmdb.Error: the removal fails; after a crash the rows would be back.
+            OSError, lmdb.Error, MemoryError: the removal fails; after a crash the rows would be back.
         """
         begun = [task for task, owner in self._begun.items() if owner == name]
         if begun:
@@ -453,7 +451,7 @@ class ProducerKeeper:
             try:
                 await self.forget()
                 self._disk.troubles.ends(Failing.PRODUCERS)
-            except (OSError, lmdb.Error) as error:
+            except PASSING as error:
                 # Expiry can wait: the next round retries.
                 self._disk.troubles.begins(Failing.PRODUCERS, error)
             await pause(self._stopping, FORGET_SECONDS)
