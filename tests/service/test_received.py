@@ -20,6 +20,8 @@ from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, poll, until
 from tests.proxy import Proxy
 from tests.raw import RawClient, RawWriter
+from upr.service.buckets import keepers as keepers_module
+from upr.service.buckets.keepers import lasting
 from upr.service.overload import intake as intake_module
 from upr.service.overload.intake import Intake, abort
 from upr_protocol.block import build_block
@@ -332,6 +334,27 @@ async def test_names_are_looked_at_before_anything_else_and_never_shown_whole(
         assert (error.reason, "x" * 101 in error.message) == ("BUCKET_NOT_FOUND", False)
         assert "x" * 90 in error.message
     within(samples)
+
+
+@pytest.mark.asyncio
+async def test_what_arrives_is_watched_on_once_there_is_memory_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keepers_module, "AGAIN_SECONDS", 0.0)
+    intake, looks, on = Intake(), itertools.count(), asyncio.Event()
+
+    def look() -> int:
+        if (number := next(looks)) < 3:
+            raise RuntimeError("can't start new thread") if number else MemoryError
+        on.set()
+        return 0
+
+    monkeypatch.setattr(intake, "look", look)
+    task = asyncio.create_task(lasting(intake.watch))
+    async with asyncio.timeout(WAIT_SECONDS):
+        await on.wait()
+    task.cancel()
+    assert [one.message for one in caplog.records] == ["work in the background begins anew"]
 
 
 @pytest.mark.asyncio

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -28,6 +29,7 @@ from upr.service.access.rules import Access
 from upr.service.admin import AdminMethods, Process
 from upr.service.buckets.bucket_service import new_id
 from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.keepers import lasting
 from upr.service.change_stream import ChangeStreamMethods
 from upr.service.clock import ClockKeeper
 from upr.service.health import REQUEST_BYTES as HEALTH_BYTES
@@ -356,14 +358,15 @@ class Server:
         await self._grpc.start()
         if self._config.text:
             await self._text.start(self._config.text)
-        self._tasks = [
-            asyncio.create_task(self._delays.run()),
-            asyncio.create_task(self._intake.watch()),
-            asyncio.create_task(resources.collect_garbage(self._catalog.dropped)),
-            asyncio.create_task(self._tell_suppressed()),
-            asyncio.create_task(self._watch_files()),
-            asyncio.create_task(self._clock.run()),
-        ]
+        works = (
+            self._delays.run,
+            self._intake.watch,
+            partial(resources.collect_garbage, self._catalog.dropped),
+            self._tell_suppressed,
+            self._watch_files,
+            self._clock.run,
+        )
+        self._tasks = [asyncio.create_task(lasting(work)) for work in works]
         if self._sets is not None:
             self._replicating = asyncio.create_task(self._sets.run())
             self._tasks.append(self._replicating)

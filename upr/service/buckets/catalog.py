@@ -26,7 +26,7 @@ from upr.service.buckets.bucket_service import (
     not_active,
     not_granted,
 )
-from upr.service.buckets.keepers import finish_even_if_cancelled
+from upr.service.buckets.keepers import finish_even_if_cancelled, lasting
 from upr.service.buckets.room import DiskRoom, WaitingRoom
 from upr.service.clock import Clock
 from upr.service.overload.process import buckets_max
@@ -787,7 +787,7 @@ class Catalog:
         self._on_failure = on_failure
         for host in self.hosts:
             self._start(host)
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = asyncio.create_task(lasting(self._watch))
 
     async def _watch(self) -> None:
         """Fail buckets whose files are gone, even without writes: deleted files that are open keep working."""

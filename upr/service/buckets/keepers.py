@@ -40,7 +40,11 @@ LEASE_LOOK_SECONDS: Final = 1.0
 """Longest interval between checks of leases. No lease is shorter, so none begins and ends in between."""
 assert LEASE_LOOK_SECONDS <= LEASE_SECONDS_MIN
 
+AGAIN_SECONDS: Final = 1.0
+TELL_SECONDS: Final = 60.0
+"""Pause before work that has ended begins anew, and the least time from one line of the log about it to the next."""
 _T = TypeVar("_T")
+log = logging.getLogger(__name__)
 
 
 def micros(seconds: float) -> int:
@@ -60,6 +64,19 @@ async def pause(stopping: asyncio.Event, seconds: float | None) -> None:
             await stopping.wait()
 
 
+async def lasting(work: Callable[[], Awaitable[None]]) -> None:
+    """Do work that lasts as long as the server; begin it anew where memory, or a thread, was not to be had for it."""
+    told_at: float | None = None
+    while True:
+        try:
+            return await work()
+        except (MemoryError, RuntimeError) as error:
+            if told_at is None or time.monotonic() > told_at + TELL_SECONDS:
+                log.error("work in the background begins anew", extra={"error": repr(error)})
+                told_at = time.monotonic()
+            await asyncio.sleep(AGAIN_SECONDS)
+
+
 async def finish_even_if_cancelled(task: asyncio.Task[_T]) -> _T:
     """Wait for a task that completes even if the waiting caller is cancelled."""
     # Retrieve the exception, or asyncio logs it as never retrieved.
@@ -76,8 +93,6 @@ async def end_leases(owners: Owners, stopping: asyncio.Event) -> None:
         left = LEASE_LOOK_SECONDS if deadline == NEVER else deadline / 1e6 - loop.time()
         await pause(stopping, min(max(left, 0.001), LEASE_LOOK_SECONDS))
 
-
-log = logging.getLogger(__name__)
 
 CUT_LOOK_SECONDS = 1.0
 """Interval between checks of leases."""

@@ -344,7 +344,9 @@ class Intake:
                 give_back_freed()
                 held = self.held()
             if held >= RECEIVE_CLOSE_BYTES:
-                self._shut_down_connections(held)
+                # Where there is no memory for that, it is tried again.
+                with suppress(MemoryError):
+                    self._shut_down_connections(held)
 
     def _shut_down_connections(self, held: int) -> None:
         over = set()
