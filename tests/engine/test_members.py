@@ -79,6 +79,21 @@ def test_the_lease_has_ended_for_a_message_that_comes_too_late() -> None:
     assert allowed(owners, "a", a.read().generation, [5], LEASE) == [5]
 
 
+def test_what_another_member_had_meanwhile_is_not_told_as_if_it_had_stayed() -> None:
+    """Where nothing could be sent to a paused member in between."""
+    owners = Owners()
+    a = join(owners, "a", 0)
+    b = join(owners, "b", LEASE - 1)
+    owners.tick(LEASE)
+    assert len(b.read().owned) == PARTITIONS
+    owners.close(b.seat, LEASE + 1, left=True)
+    a.seat.heard(LEASE + 2)
+    assert a.read().owned == set()
+    assert a.seat.has_news
+    assert len(a.read().owned) == PARTITIONS
+    assert not a.seat.has_news
+
+
 def test_a_save_that_comes_too_late_is_refused_when_nobody_looked_at_the_clock() -> None:
     owners = Owners()
     a = join(owners, "a", 0)

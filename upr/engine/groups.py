@@ -9,7 +9,7 @@ generation identifies each ownership. It never repeats, so a former owner cannot
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -71,6 +71,7 @@ class Member:
         seat: its newest call; None when that was lost.
         news: whether its partitions changed since the last Assignment was sent.
         saved: the number of the newest save of its newest call.
+        untold: partitions that were taken from it since the last Assignment was sent; not those that nobody else got.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Member:
     seat: "Seat | None" = None
     news: bool = True
     saved: int = 0
+    untold: Mask = field(default_factory=lambda: np.zeros(PARTITIONS, bool))
 
 
 class Group:
@@ -97,6 +99,8 @@ class Group:
         self._saving = saving
         self._members: dict[str, Member] = {}
         self._owner = np.full(PARTITIONS, NOBODY, np.int16)
+        # The slot that each was granted to last.
+        self._last = self._owner.copy()
         self._granted_at: U64 = np.zeros(PARTITIONS, np.uint64)
         self._releasing: Mask = np.zeros(PARTITIONS, bool)
         self._release_by: I64 = np.full(PARTITIONS, NEVER, np.int64)
@@ -255,6 +259,7 @@ class Group:
             return False
         self._free(partitions)
         member.news = True
+        member.untold |= partitions
         if member.seat is not None:
             member.seat.call.end_streams(np.flatnonzero(partitions).tolist(), LEASE_ENDED)
         return True
@@ -312,7 +317,8 @@ class Group:
             room = targets[member.slot] - counts[member.slot]
             if room > 0 and len(free):
                 given, free = free[:room], free[room:]
-                self._owner[given] = member.slot
+                member.untold[given[self._last[given] == member.slot]] = False
+                self._owner[given] = self._last[given] = member.slot
                 self._granted[given] = True
                 member.news = changed = True
         return changed
@@ -375,14 +381,21 @@ class Seat:
         return self.taken and self.member.news
 
     def take_assignment(self) -> Assignment | None:
-        """Return the member's new Assignment, once; None if nothing changed."""
+        """Return the member's new Assignment, once; None if nothing changed.
+
+        What was taken from it is left out of one, also where it is its own again: others had it meanwhile.
+        """
         if not self.has_news:
             return None
-        self.member.news = False
+        group, member = self.group, self.member
+        told = ~member.untold
+        owned, releasing = group.owned(member), group.releasing(member)
+        member.untold = np.zeros(PARTITIONS, bool)
+        member.news = not told[owned].all()
         return Assignment(
-            self.group.generation,
-            np.flatnonzero(self.group.owned(self.member)).tolist(),
-            np.flatnonzero(self.group.releasing(self.member)).tolist(),
+            group.generation,
+            np.flatnonzero(owned & told).tolist(),
+            np.flatnonzero(releasing & told).tolist(),
         )
 
 
