@@ -20,7 +20,7 @@ from tests.client.scripted import (
     started,
 )
 from upr_client import Group, MemoryPositions, Only, Position, ServerPositions, Tuning, WriteToken
-from upr_client.changes.events import Change
+from upr_client.changes.events import Change, ChangeBatch
 from upr_client.changes.link import Clock
 from upr_client.changes.options import ChangesOptions
 from upr_client.changes.session import Following, Step
@@ -57,6 +57,9 @@ class World:
 
     def open(self, server_id: int = 1, version: int = VERSION, generation: int = 0) -> None:
         self.following.open_message("default")
+        self.opened(server_id, version, generation)
+
+    def opened(self, server_id: int = 1, version: int = VERSION, generation: int = 0) -> None:
         opened = wire.Opened(
             server_id=server_id,
             bucket_version=version,
@@ -69,6 +72,19 @@ class World:
         for send in sends:
             outcome = self.following.take(send.message, NO_HIGHS)  # type: ignore[attr-defined]
             assert outcome.lost is None, outcome
+
+    def take_batch(self, send: Any) -> ChangeBatch:
+        """Take a frame and hand it out, to be acknowledged by itself."""
+        batch = self.following.take(send.message, NO_HIGHS).batch
+        assert batch is not None
+        self.following.hand_out()
+        self.following.acknowledge()
+        return batch
+
+    def renewed(self, number: int) -> None:
+        self.following.heard(number)
+        answer = wire.FollowResponse(renewed=wire.Renewed(number=number))
+        self.following.take(answer, NO_HIGHS)
 
     def assign(self, generation: int, *owned: int, release: tuple[int, ...] = ()) -> None:
         message = wire.Assignment(generation=generation, owned=owned, to_release=release)
@@ -192,6 +208,50 @@ def test_a_lease_that_ended_ends_although_nothing_can_be_stored() -> None:
     assert made.following.session.partitions == []
 
 
+def test_what_is_passed_over_as_the_lease_has_ended_comes_again_although_an_answer_comes_late() -> (
+    None
+):
+    made = member(acknowledge="manual")
+    batch = made.take_batch(frame((11, run_block(1, 0, 4))))
+    made.now += LEASE / 2
+    (renew,), _ = made.following.renewals()
+    made.now += LEASE / 2
+    assert not made.following.may_handle(batch.changes[0])
+    made.renewed(renew.renew.number)
+    assert made.following.next_step(True) is Step.SAVE
+    made.save()
+    assert made.following.next_step(True) is Step.RECEIVE
+    assert made.following.session.partitions == []
+    (release, _), _ = made.following.due()
+    assert list(release.release.partitions) == [1, 2]
+
+
+def test_a_call_that_is_opened_behind_the_end_of_the_lease_begins_all_anew() -> None:
+    made = member(acknowledge="manual")
+    batch = made.take_batch(frame((11, run_block(1, 0, 4))))
+    made.following.session.disconnected()
+    made.now += LEASE / 2
+    made.following.open_message("default")
+    made.now += LEASE / 2
+    assert not made.following.may_handle(batch.changes[0])
+    made.opened()
+    assert made.following.session.partitions == []
+    made.assign(6, 1, 2)
+    assert made.following.next_step(True) is Step.LOAD
+
+
+def test_an_answer_that_nobody_has_taken_yet_renews_a_lease() -> None:
+    made = member(acknowledge="manual")
+    batch = made.take_batch(frame((11, run_block(1, 0, 4))))
+    made.now += LEASE / 2
+    (renew,), _ = made.following.renewals()
+    made.following.heard(renew.renew.number)
+    made.now += LEASE / 2
+    assert made.following.may_handle(batch.changes[0])
+    made.now += LEASE / 2
+    assert not made.following.may_handle(batch.changes[0])
+
+
 def test_rollbacks_that_were_not_all_told_when_the_lease_ended_are_not_undone() -> None:
     made = World(ChangesOptions(resume=Group("g", member="m"), on_rollback="event"))
     made.open()
@@ -230,8 +290,7 @@ def test_a_lease_is_renewed_in_the_middle_of_a_batch() -> None:
         made.now += LEASE / 2
         (renew,), awaiting = made.following.renewals()
         assert awaiting
-        renewed = wire.Renewed(number=renew.renew.number)
-        made.following.take(wire.FollowResponse(renewed=renewed), NO_HIGHS)
+        made.renewed(renew.renew.number)
         assert made.following.may_hand_out(1)
 
 

@@ -354,6 +354,103 @@ async def test_a_lease_does_not_end_while_on_assigned_runs(target: str) -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_waits_for_its_handler_while_on_assigned_runs_is_handled(target: str) -> None:
+    assigned: list[int] = []
+    handled: set[bytes] = set()
+    handling, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def take(partitions: list[int]) -> None:
+        assigned.append(len(partitions))
+        if len(assigned) > 1:
+            await asyncio.sleep(1.5 * LEASE_SECONDS)
+            goes_on.set()
+            # Time for what is not to be handled to be passed over.
+            await asyncio.sleep(0.2)
+
+    async def handle(change: Change) -> None:
+        handling.set()
+        await goes_on.wait()
+        handled.add(change.key)
+
+    async def leave_when_handling(other: AsyncChanges) -> None:
+        async with other:
+            following = asyncio.create_task(anext(other))
+            await until(lambda: assigned)
+            await bucket.write_many((b"key %d" % i, b"v") for i in range(CHANGES))
+            await handling.wait()
+            await following
+
+    group = Group(GROUP, lease_seconds=LEASE_SECONDS, on_assigned=take)
+    async with AsyncClient(target) as client, asyncio.timeout(WAIT_SECONDS):
+        bucket = client.bucket()
+        other = bucket.changes(resume=Group(GROUP, lease_seconds=LEASE_SECONDS))
+        leaving = asyncio.create_task(leave_when_handling(other))
+        await until(lambda: other.status().owned == 1024)
+        async with bucket.changes(resume=group, acknowledge="manual") as member:
+            running = asyncio.create_task(member.run(handle, concurrency=1))
+            await leaving
+            await until(lambda: len(handled) == CHANGES)
+            member.stop()
+            await running
+
+
+@pytest.mark.asyncio
+async def test_a_slow_on_revoked_keeps_the_lease_of_what_stays(target: str) -> None:
+    said: list[str] = []
+    revoked: list[int] = []
+
+    async def lose(partitions: list[int]) -> None:
+        await asyncio.sleep(1.5 * LEASE_SECONDS)
+        revoked.append(len(partitions))
+
+    group = Group(GROUP, lease_seconds=LEASE_SECONDS, on_revoked=lose)
+    async with AsyncClient(target) as client, asyncio.timeout(WAIT_SECONDS):
+        bucket = client.bucket()
+        async with bucket.changes(resume=group, on_status=said.append) as member:
+            iterating = asyncio.create_task(anext(member))
+            await until(lambda: member.status().owned == 1024)
+            async with bucket.changes(resume=Group(GROUP)) as other:
+                joining = asyncio.create_task(anext(other))
+                await until(lambda: revoked and other.status().owned == 512)
+                await bucket.write_many((b"key %d" % i, b"v") for i in range(CHANGES))
+                await asyncio.gather(iterating, joining)
+            assert revoked == [512]
+    assert not any("lease has ended" in words for words in said), said
+
+
+@pytest.mark.asyncio
+async def test_a_lease_does_not_end_while_handlers_end_before_a_rollback(target: str) -> None:
+    said: list[str] = []
+    handled: list[bytes] = []
+
+    async def handle(change: Change) -> None:
+        handled.append(change.value or b"")
+        if change.value == b"old":
+            # The event loop waits meanwhile, so that nobody looks for the bucket before it is there again.
+            with Client(target) as other:
+                other.admin.drop_bucket("default")
+                other.admin.create_bucket("default")
+                other.bucket().set(b"key", b"new")
+            await asyncio.sleep(2.5 * LEASE_SECONDS)
+
+    async with AsyncClient(target) as client, asyncio.timeout(WAIT_SECONDS):
+        await client.bucket().set(b"key", b"old")
+        changes = client.bucket().changes(
+            resume=Group(GROUP, lease_seconds=LEASE_SECONDS),
+            acknowledge="manual",
+            on_rollback=lambda _: None,
+            on_status=said.append,
+        )
+        async with changes:
+            running = asyncio.create_task(changes.run(handle))
+            await until(lambda: b"new" in handled)
+            changes.stop()
+            await running
+    assert handled == [b"old", b"new"]
+    assert not any(" lost: " in words for words in said), said
+
+
+@pytest.mark.asyncio
 async def test_a_slow_member_that_takes_batches_does_none_twice(
     target: str,
 ) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,11 +32,12 @@ from tests.client.scripted import (
     run_block,
     started,
 )
-from tests.harness import until
+from tests.harness import until, wait_until
 from upr_client import (
     AsyncClient,
     Change,
     Client,
+    Group,
     MemoryPositions,
     Only,
     Position,
@@ -47,7 +48,7 @@ from upr_client._async.io import Semaphore as AsyncSemaphore
 from upr_client._async.waiters import Waiters
 from upr_client._sync.call import Follow
 from upr_client._sync.changes import Changes
-from upr_client._sync.io import Event, Queue, RequestQueue, Semaphore
+from upr_client._sync.io import Background, Event, Queue, RequestQueue, Semaphore
 from upr_client._sync.waiters import Waiters as SyncWaiters
 from upr_client.errors import BehindError, ClosedError, HandlerError, NoRoomError
 from upr_protocol.consumer import Consumer
@@ -306,9 +307,9 @@ def test_a_call_that_is_opened_while_the_changes_are_closed_is_ended(
     class Late(Follow):
         """A call that is made when another thread has looked for one to be ended, and found none."""
 
-        def __init__(self, method: Any, request: Any) -> None:
+        def __init__(self, *arguments: Any) -> None:
             changes.close()
-            super().__init__(method, request)
+            super().__init__(*arguments)
             calls.append(self)
 
     monkeypatch.setattr("upr_client._sync.changes.Follow", Late)
@@ -324,8 +325,8 @@ def test_acknowledging_while_connecting_disturbs_nothing() -> None:
         with client.bucket().changes(only=Only([1])) as changes:
             follow = Follow.__init__
 
-            def woken(self: Follow, method: Any, request: Any) -> None:
-                follow(self, method, request)
+            def woken(self: Follow, *arguments: Any) -> None:
+                follow(self, *arguments)
                 self.wake()
 
             with pytest.MonkeyPatch.context() as patch:
@@ -567,6 +568,35 @@ def follow_for_a_while() -> None:
     session.ended([(2, 8, None)], "BUCKET_DROPPED")
     session.unfollow([1])
     session.finish([3])
+
+
+@pytest.mark.parametrize("where", ["begun", "returned"])
+def test_no_lease_is_renewed_behind_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """What renews it while the application has its time ends with the call at the latest."""
+    made: list[Background] = []
+
+    def begin(*arguments: Any) -> Background:
+        made.append(Background(*arguments))
+        if where == "begun":
+            raise KeyboardInterrupt
+        return made[0]
+
+    def interrupted_here(_: Event) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("upr_client._sync.changes.Background", begin)
+    if where == "returned":
+        monkeypatch.setattr("upr_client._sync.changes.Event.set", interrupted_here)
+    with Client("127.0.0.1:1") as client:
+        changes = client.bucket().changes(resume=Group("g"))
+        changes._follow = cast(Any, object())
+        with pytest.raises(KeyboardInterrupt):
+            changes._call(int)
+        monkeypatch.undo()
+        changes._follow = None
+    wait_until(lambda: made[0].has_ended, "the end of what renews", 10)
 
 
 def test_an_interrupt_is_lost_nowhere_in_a_session() -> None:

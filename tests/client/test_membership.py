@@ -119,6 +119,17 @@ def test_the_lease_counts_from_when_what_was_answered_was_sent() -> None:
     assert membership.expired(151)
 
 
+def test_an_assignment_that_waited_gives_way_to_a_later_one() -> None:
+    membership = member(lease=30, at=100)
+    membership.assigned(assignment(5, 1, 2), 100)
+    number = renewal(membership, 120)
+    assert membership.assigned(assignment(6, 1), 135) is None
+    membership.heard(number)
+    assert membership.assigned(assignment(7, 1, 2), 135) == ([2], [2], [], [])
+    assert membership.renewed(number, 135) is None
+    assert membership.generation == 7
+
+
 def test_there_is_always_something_to_do_before_the_lease_ends() -> None:
     membership = member(lease=30, at=100)
     assert membership.next_due(100) == 10

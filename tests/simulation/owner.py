@@ -176,7 +176,7 @@ class Owner(SimulatedClient):
 
     def _of_owner(self, step: Step) -> Pause:
         if step is Step.RELEASE:
-            self._send(self.following.release())
+            self._send(self.following.release(self.following.let_go_of_share()))
             self._note_lost()
             return
         assert step is Step.LOAD

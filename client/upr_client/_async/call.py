@@ -546,11 +546,20 @@ class Follow:
     What the reader gets is bounded by the credit: frames wait until they are taken, and only then is their credit
     given back; of heartbeats only the newest numbers are kept.
 
+    Args:
+        on_renewed: takes the number of each answer to a Renew, on the reader; must not block.
+
     Attributes:
         waits: whether ``next`` waits for a message; so also after an exception that it did not raise itself.
     """
 
-    def __init__(self, method: Callable[..., Any], request: stream_pb2.Open) -> None:
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        request: stream_pb2.Open,
+        on_renewed: Callable[[int], None],
+    ) -> None:
+        self._on_renewed = on_renewed
         self._inbox: Queue[Any] = Queue()
         self._told: deque[stream_pb2.FollowResponse] = deque()
         self.waits = False
@@ -570,6 +579,8 @@ class Follow:
         if is_of_group(message):
             # Ahead of the frames that wait: a lease must not end because the application is slow.
             self._told.append(message)
+            if message.HasField("renewed"):
+                self._on_renewed(message.renewed.number)
             self._inbox.put(_WAKE)
         elif arrived.keep:
             self._inbox.put(message)

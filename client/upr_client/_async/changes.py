@@ -50,7 +50,7 @@ _logger = logging.getLogger("upr_client")
 POLL_SECONDS: Final = 0.5
 """Longest wait of ``ready`` before it looks again at who receives."""
 _RENEWAL_SECONDS: Final = 0.2
-"""Interval at which a lease is looked at while a function of the application runs; leases have a second or more."""
+"""Interval at which a lease is looked at while the application has its time; leases have a second or more."""
 
 
 class AsyncChanges:
@@ -478,7 +478,7 @@ class AsyncChanges:
         if self._closed:
             raise ClosedError("the changes were closed")
         if self._handling is not None:
-            await self._handling.drain()
+            await self._call(self._handling.drain)
         # First, so that the last acknowledgement still goes over this call.
         await self.save()
         seconds = self._bucket.connection.connect_timeout
@@ -494,9 +494,6 @@ class AsyncChanges:
 
     async def _next_step(self) -> Step:
         self._report()
-        if self._following.has_lapsed:
-            # Not if it was renewed while a function of the application ran.
-            await self._keep_share()
         await self._tell_revoked()
         with self._mutex:
             return self._following.next_step(self._follow is not None)
@@ -520,10 +517,12 @@ class AsyncChanges:
             await self._save()
         else:
             with self._mutex:
-                message = self._following.release()
+                given = self._following.let_go_of_share()
             try:
                 await self._tell_revoked()
             finally:
+                with self._mutex:
+                    message = self._following.release(given)
                 self._send(message)
         return None
 
@@ -559,7 +558,7 @@ class AsyncChanges:
             revoked = self._following.take_revoked(of_all)
         group = self._options.group
         if revoked and group is not None and group.on_revoked is not None:
-            await maybe_await(group.on_revoked(revoked))
+            await self._call(group.on_revoked, revoked)
 
     async def _save(self) -> None:
         try:
@@ -615,12 +614,11 @@ class AsyncChanges:
 
     def _may_handle(self, change: Change) -> bool:
         with self._mutex:
-            ended = self._closed or self._following.has_lapsed
-            return not ended and self._ledger().waits(change)
+            return not self._closed and self._following.may_handle(change)
 
     async def _undo(self) -> Rollback | None:
         if self._handling is not None:
-            await self._handling.drain()
+            await self._call(self._handling.drain)
         policy = self._options.on_rollback
         with self._mutex:
             rollback = self._following.rollback()
@@ -631,22 +629,25 @@ class AsyncChanges:
             self._following.undone(rollback)
         return None
 
-    async def _call(self, function: Callable[[Any], Any], argument: object) -> Any:
-        """Call a function of the application, and renew a member's lease meanwhile."""
+    async def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Call what may take the application's time, and renew a member's lease meanwhile."""
         if self._options.group is None:
-            return await maybe_await(function(argument))
+            return await maybe_await(function(*arguments))
         returned = Event()
-        renewing = Background(partial(self._renew, returned), "upr-lease")
+        renewing: Background | None = None
         try:
-            return await maybe_await(function(argument))
+            renewing = Background(partial(self._renew, returned), "upr-lease")
+            return await maybe_await(function(*arguments))
         finally:
             returned.set()
-            await renewing.join()
+            if renewing is not None:
+                await renewing.join()
 
     async def _renew(self, returned: Event) -> None:
-        while not await returned.wait(_RENEWAL_SECONDS):
+        # It ends with the call too, where a KeyboardInterrupt came before anything could say that this has returned.
+        while not await returned.wait(_RENEWAL_SECONDS) and self._follow is not None:
             with self._mutex:
-                messages = self._following.renewals(unheard=True)[0]
+                messages = self._following.renewals()[0]
             for message in messages:
                 self._send(message)
 
@@ -675,7 +676,8 @@ class AsyncChanges:
         try:
             self._worked = False
             self._stubs = self._bucket.connection.stubs(self._route)
-            self._follow = follow = Follow(self._stubs.streams.Follow, request)
+            follow = Follow(self._stubs.streams.Follow, request, self._following.heard)
+            self._follow = follow
             opened = await self._opened(follow)
             connection = self._bucket.connection
             connection.learn(opened.servers)

@@ -51,7 +51,7 @@ _logger = logging.getLogger("upr_client")
 POLL_SECONDS: Final = 0.5
 """Longest wait of ``ready`` before it looks again at who receives."""
 _RENEWAL_SECONDS: Final = 0.2
-"""Interval at which a lease is looked at while a function of the application runs; leases have a second or more."""
+"""Interval at which a lease is looked at while the application has its time; leases have a second or more."""
 
 
 class Changes:
@@ -479,7 +479,7 @@ class Changes:
         if self._closed:
             raise ClosedError("the changes were closed")
         if self._handling is not None:
-            self._handling.drain()
+            self._call(self._handling.drain)
         # First, so that the last acknowledgement still goes over this call.
         self.save()
         seconds = self._bucket.connection.connect_timeout
@@ -495,9 +495,6 @@ class Changes:
 
     def _next_step(self) -> Step:
         self._report()
-        if self._following.has_lapsed:
-            # Not if it was renewed while a function of the application ran.
-            self._keep_share()
         self._tell_revoked()
         with self._mutex:
             return self._following.next_step(self._follow is not None)
@@ -521,10 +518,12 @@ class Changes:
             self._save()
         else:
             with self._mutex:
-                message = self._following.release()
+                given = self._following.let_go_of_share()
             try:
                 self._tell_revoked()
             finally:
+                with self._mutex:
+                    message = self._following.release(given)
                 self._send(message)
         return None
 
@@ -560,7 +559,7 @@ class Changes:
             revoked = self._following.take_revoked(of_all)
         group = self._options.group
         if revoked and group is not None and group.on_revoked is not None:
-            maybe_await(group.on_revoked(revoked))
+            self._call(group.on_revoked, revoked)
 
     def _save(self) -> None:
         try:
@@ -616,12 +615,11 @@ class Changes:
 
     def _may_handle(self, change: Change) -> bool:
         with self._mutex:
-            ended = self._closed or self._following.has_lapsed
-            return not ended and self._ledger().waits(change)
+            return not self._closed and self._following.may_handle(change)
 
     def _undo(self) -> Rollback | None:
         if self._handling is not None:
-            self._handling.drain()
+            self._call(self._handling.drain)
         policy = self._options.on_rollback
         with self._mutex:
             rollback = self._following.rollback()
@@ -632,22 +630,25 @@ class Changes:
             self._following.undone(rollback)
         return None
 
-    def _call(self, function: Callable[[Any], Any], argument: object) -> Any:
-        """Call a function of the application, and renew a member's lease meanwhile."""
+    def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Call what may take the application's time, and renew a member's lease meanwhile."""
         if self._options.group is None:
-            return maybe_await(function(argument))
+            return maybe_await(function(*arguments))
         returned = Event()
-        renewing = Background(partial(self._renew, returned), "upr-lease")
+        renewing: Background | None = None
         try:
-            return maybe_await(function(argument))
+            renewing = Background(partial(self._renew, returned), "upr-lease")
+            return maybe_await(function(*arguments))
         finally:
             returned.set()
-            renewing.join()
+            if renewing is not None:
+                renewing.join()
 
     def _renew(self, returned: Event) -> None:
-        while not returned.wait(_RENEWAL_SECONDS):
+        # It ends with the call too, where a KeyboardInterrupt came before anything could say that this has returned.
+        while not returned.wait(_RENEWAL_SECONDS) and self._follow is not None:
             with self._mutex:
-                messages = self._following.renewals(unheard=True)[0]
+                messages = self._following.renewals()[0]
             for message in messages:
                 self._send(message)
 
@@ -676,7 +677,8 @@ class Changes:
         try:
             self._worked = False
             self._stubs = self._bucket.connection.stubs(self._route)
-            self._follow = follow = Follow(self._stubs.streams.Follow, request)
+            follow = Follow(self._stubs.streams.Follow, request, self._following.heard)
+            self._follow = follow
             opened = self._opened(follow)
             connection = self._bucket.connection
             connection.learn(opened.servers)

@@ -1,5 +1,6 @@
 """Shares of a group: a member's partitions and lease, and positions that only their owner may store in the server."""
 
+import math
 from collections.abc import Container, Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -57,6 +58,7 @@ class Membership:
         self._ends = 0.0
         self._number = 0
         self._sent: dict[int, float] = {}
+        self._heard = 0
         self._waiting: stream_pb2.Assignment | None = None
         self._give_up: set[int] = set()
         # Released ones, with the number of the Renew before that: until a later one is answered the server may not have read
@@ -71,7 +73,7 @@ class Membership:
         """A call was accepted whose Open was sent then. Return what is not this member's any more.
 
         Within the lease the server keeps a member's share for it. Another server, or one that was started anew,
-        knows nothing of that.
+        knows nothing of that; and behind a lease that had ended what comes may have been another member's meanwhile.
 
         Raises:
             ProtocolError: there is no lease.
@@ -80,8 +82,9 @@ class Membership:
             raise ProtocolError(f"the server granted a lease of {lease_seconds} s")
         lost: list[int] = []
         self.is_told = False
-        if server_id != self._server_id:
+        if server_id != self._server_id or self.expired(sent_at):
             lost = self.forget()
+        if server_id != self._server_id:
             self.generation = 0
             self._server_id = server_id
         self._lease = lease_seconds
@@ -104,6 +107,7 @@ class Membership:
             self._waiting = message
             self._missed |= self.owned - set(message.owned)
             return None
+        self._waiting = None
         if message.generation < self.generation:
             raise ProtocolError(
                 f"an assignment of generation {message.generation} after one of {self.generation}"
@@ -152,7 +156,17 @@ class Membership:
 
     def expired(self, now: float) -> bool:
         """Whether the lease has ended, by this member's own count."""
-        return now >= self._ends
+        heard_at = self._sent.get(self._heard, -math.inf)
+        return now >= max(self._ends, heard_at + self._lease)
+
+    def heard(self, number: int) -> None:
+        """The answer to a Renew arrived: the lease goes on, also while nobody takes that with ``renewed``. On the reader."""
+        self._heard = number
+
+    def end(self) -> None:
+        """Have the lease count as ended until all is begun anew, whatever answers come."""
+        self._ends = -math.inf
+        self._sent.clear()
 
     def expire(self, now: float) -> list[int]:
         """Own nothing any more when the lease has ended; return what was owned.

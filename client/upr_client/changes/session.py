@@ -12,7 +12,14 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from upr_client import backoff
-from upr_client.changes.events import ChangeBatch, HandedOut, RecentKeys, Rollback, decode_frame
+from upr_client.changes.events import (
+    Change,
+    ChangeBatch,
+    HandedOut,
+    RecentKeys,
+    Rollback,
+    decode_frame,
+)
 from upr_client.changes.groups import Membership, Ownership, fenced, is_of_group
 from upr_client.changes.ledger import Ledger
 from upr_client.changes.link import Clock, Reconnecting, ack_message, start_message
@@ -44,7 +51,7 @@ class Step(enum.Enum):
     SAVE = "save"
     """Store the positions that changed; see ``begin_save``."""
     RELEASE = "release"
-    """Send what ``release`` gives."""
+    """Hand over with ``let_go_of_share``, and send what ``release`` gives."""
     RECEIVE = "receive"
     """Send what ``due`` gives, and receive the next message; see ``take``."""
 
@@ -308,10 +315,21 @@ class Following:
         """Whether what was received of a partition may still be handed out: not when it was lost meanwhile, or a
         member's lease has ended. What was consumed before that still counts, if the server agrees.
         """
-        if self.has_lapsed:
+        if self._is_over():
             self.let_go()
             return False
         return self.session.state(partition) is not State.IDLE
+
+    def may_handle(self, change: Change) -> bool:
+        """As ``may_hand_out``, of a change that was handed out and waits for its handler."""
+        return self.ledger is not None and not self._is_over() and self.ledger.waits(change)
+
+    def _is_over(self) -> bool:
+        """As ``has_lapsed``, which then stays: what is passed over comes again only if all is begun anew."""
+        if self._membership is None or not self.has_lapsed:
+            return False
+        self._membership.end()
+        return True
 
     def acknowledge_part(self) -> None:
         """Count what was consumed of the batch that is being iterated over."""
@@ -474,7 +492,7 @@ class Following:
         self._saving.opened()
         if self.ownership is not None:
             lost = self.ownership.opened(opened, self.session.partitions, self._opening_at)
-            self._lose(lost, "the server was started anew")
+            self._lose(lost, "the server was started anew, or the lease has ended")
 
     def not_opened(self, error: UprError) -> bool:
         """The call was not accepted. Return whether to open another one at once; else ``lost`` follows."""
@@ -599,14 +617,15 @@ class Following:
         self.taken = None
         self.session.abandon()
 
-    def renewals(self, *, unheard: bool = False) -> tuple[list[stream_pb2.FollowRequest], bool]:
-        """Return what a member's lease needs to be sent now, and whether an answer is awaited.
+    def heard(self, number: int) -> None:
+        """The answer to a Renew arrived, and is taken later; from any thread."""
+        if self._membership is not None:
+            self._membership.heard(number)
 
-        Args:
-            unheard: answers are taken later, so that the lease goes on where it has ended by this member's own count.
-        """
+    def renewals(self) -> tuple[list[stream_pb2.FollowRequest], bool]:
+        """Return what a member's lease needs to be sent now, and whether an answer is awaited."""
         membership = self._membership
-        if membership is None or (self.has_lapsed and not unheard):
+        if membership is None or self.has_lapsed:
             return [], False
         return membership.due(self._clock.now()), membership.awaits_answer
 
@@ -616,13 +635,16 @@ class Following:
             return []
         return membership.releasable(now, self.ledger.waiting() if self.ledger is not None else ())
 
-    def release(self) -> stream_pb2.FollowRequest:
-        """Hand over what can be handed over; return what tells the server."""
-        assert self._membership is not None
+    def let_go_of_share(self) -> list[int]:
+        """Lose what can be handed over, and return it; ``release`` follows."""
         given = self._releasable(self._clock.now())
-        message = self._membership.released(given)
         self._lose(given, "")
-        return message
+        return given
+
+    def release(self, partitions: list[int]) -> stream_pb2.FollowRequest:
+        """Hand over what was let go of; return what tells the server, to be sent before anything else."""
+        assert self._membership is not None
+        return self._membership.released(partitions)
 
     # Messages of the server.
 
