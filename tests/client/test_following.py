@@ -252,6 +252,17 @@ def test_an_answer_that_nobody_has_taken_yet_renews_a_lease() -> None:
     assert not made.following.may_handle(batch.changes[0])
 
 
+def test_an_answer_that_comes_behind_the_end_of_the_lease_has_nothing_handled() -> None:
+    """The server may have given all to others before it read the Renew; what it says of that comes behind the answer."""
+    made = member(acknowledge="manual")
+    batch = made.take_batch(frame((11, run_block(1, 0, 4))))
+    made.now += LEASE / 2
+    (renew,), _ = made.following.renewals()
+    made.now += LEASE / 2
+    made.following.heard(renew.renew.number)
+    assert not made.following.may_handle(batch.changes[0])
+
+
 def test_rollbacks_that_were_not_all_told_when_the_lease_ended_are_not_undone() -> None:
     made = World(ChangesOptions(resume=Group("g", member="m"), on_rollback="event"))
     made.open()

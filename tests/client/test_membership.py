@@ -124,7 +124,8 @@ def test_an_assignment_that_waited_gives_way_to_a_later_one() -> None:
     membership.assigned(assignment(5, 1, 2), 100)
     number = renewal(membership, 120)
     assert membership.assigned(assignment(6, 1), 135) is None
-    membership.heard(number)
+    # On another thread, which saw the lease before its end.
+    membership.heard(number, 129)
     assert membership.assigned(assignment(7, 1, 2), 135) == ([2], [2], [], [])
     assert membership.renewed(number, 135) is None
     assert membership.generation == 7

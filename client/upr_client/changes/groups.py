@@ -159,9 +159,14 @@ class Membership:
         heard_at = self._sent.get(self._heard, -math.inf)
         return now >= max(self._ends, heard_at + self._lease)
 
-    def heard(self, number: int) -> None:
-        """The answer to a Renew arrived: the lease goes on, also while nobody takes that with ``renewed``. On the reader."""
-        self._heard = number
+    def heard(self, number: int, now: float) -> None:
+        """The answer to a Renew arrived: the lease goes on, also while nobody takes that with ``renewed``. On the reader.
+
+        Not once it has ended: so it may have at the server, before that read the Renew, and the Assignment that tells what
+        others got comes behind the answer.
+        """
+        if not self.expired(now):
+            self._heard = number
 
     def end(self) -> None:
         """Have the lease count as ended until all is begun anew, whatever answers come."""

@@ -620,7 +620,7 @@ class Following:
     def heard(self, number: int) -> None:
         """The answer to a Renew arrived, and is taken later; from any thread."""
         if self._membership is not None:
-            self._membership.heard(number)
+            self._membership.heard(number, self._clock.now())
 
     def renewals(self) -> tuple[list[stream_pb2.FollowRequest], bool]:
         """Return what a member's lease needs to be sent now, and whether an answer is awaited."""
