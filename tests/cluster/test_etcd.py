@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,20 @@ async def test_a_key_outlives_servers_of_etcd_that_answer_nothing(etcd: RunningE
         assert not session.done()
         assert b"/o/me" in (await client.read(b"/o/")).entries
         session.cancel()
+        await client.close()
+
+
+async def test_one_try_to_keep_a_lease_alive_does_not_wait_longer_to_show_a_user(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "user"
+    file.write_text("root:secret\n")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Etcd([f"127.0.0.1:{silent.getsockname()[1]}"], user=file)
+        began = time.monotonic()
+        with pytest.raises(UnavailableError):
+            await client._renew(1, 0.2)
+        assert time.monotonic() - began < CALL_SECONDS
         await client.close()
 
 

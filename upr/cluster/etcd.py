@@ -109,11 +109,16 @@ class Etcd:
             self._token, self._given = token, file
         return (("token", token),)
 
-    async def _call(self, do: Callable[[grpc.aio.Channel, Any], Awaitable[_T]]) -> _T:
+    async def _call(
+        self,
+        do: Callable[[grpc.aio.Channel, Any], Awaitable[_T]],
+        seconds: float = CALL_SECONDS + 0.5,
+    ) -> _T:
         """Call the server of etcd that answered last.
 
         Args:
             do: makes the call, given a channel and metadata.
+            seconds: longest time for that, and for showing the user before it.
 
         Raises:
             UnavailableError: it did not answer, or refused; whether it did anything is not known.
@@ -121,7 +126,7 @@ class Etcd:
         endpoint = self._endpoints[self._at % len(self._endpoints)]
         try:
             # Beside the deadline of gRPC, so that nothing waits longer.
-            async with asyncio.timeout(CALL_SECONDS + 0.5):
+            async with asyncio.timeout(seconds):
                 metadata = await self._shown(endpoint)
                 return await do(self._channels.to(endpoint), metadata)
         except TimeoutError:
@@ -194,7 +199,7 @@ class Etcd:
             finally:
                 call.cancel()
 
-        return bool((await self._call(do)).ttl > 0)
+        return bool((await self._call(do, seconds)).ttl > 0)
 
     async def changed(self, prefix: bytes, after: int) -> None:
         begin = wire.WatchCreateRequest(
