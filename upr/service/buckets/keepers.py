@@ -72,7 +72,7 @@ async def lasting(work: Callable[[], Awaitable[None]]) -> None:
             return await work()
         except (MemoryError, RuntimeError) as error:
             if told_at is None or time.monotonic() > told_at + TELL_SECONDS:
-                log.error("work in the background begins anew", extra={"error": repr(error)})
+                log.error("work in the background begins anew", exc_info=error)
                 told_at = time.monotonic()
             await asyncio.sleep(AGAIN_SECONDS)
 

@@ -338,14 +338,14 @@ class Intake:
     def _guard(self, stop: threading.Event) -> None:
         seconds = TICK_SECONDS
         while not stop.wait(seconds):
-            held = self.held()
-            seconds = GUARD_SECONDS if held >= RECEIVE_WATCH_BYTES else TICK_SECONDS
-            if held >= RECEIVE_CLOSE_BYTES:
-                give_back_freed()
+            # Where there is no memory for that, it is tried again.
+            with suppress(MemoryError):
                 held = self.held()
-            if held >= RECEIVE_CLOSE_BYTES:
-                # Where there is no memory for that, it is tried again.
-                with suppress(MemoryError):
+                seconds = GUARD_SECONDS if held >= RECEIVE_WATCH_BYTES else TICK_SECONDS
+                if held >= RECEIVE_CLOSE_BYTES:
+                    give_back_freed()
+                    held = self.held()
+                if held >= RECEIVE_CLOSE_BYTES:
                     self._shut_down_connections(held)
 
     def _shut_down_connections(self, held: int) -> None:
