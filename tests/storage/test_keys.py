@@ -30,7 +30,7 @@ from upr.storage.keyspace import HASHED, hash_of, hashes_of
 from upr.storage.search import InTail, Lookup, Newest, StoreSearch, TailKeys, TailPart, TailSearch
 from upr.storage.store import Store
 from upr_client.testing.memory import run_block
-from upr_protocol.block import make_runs, sealed
+from upr_protocol.block import I64, U32, make_runs, sealed
 from upr_protocol.wire.codec import compress_block, encode_block
 
 P, Q = 7, 900
@@ -382,6 +382,26 @@ def test_a_search_of_many_small_blocks_comes_in_steps(
     with store.look() as cursor:
         assert cursor.hashes(P, 6, 0, 10**9).ends == [6, 5]
     assert found(store, keys) == model
+
+
+def test_a_block_without_any_of_many_keys_costs_no_arrays_where_nothing_is_compiled(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may have a thousand blocks."""
+    keys, _ = six_blocks(store)
+    looked: list[int] = []
+    rows_with = blocks_module.rows_with
+
+    def noting(hashes: U32, sought: set[int]) -> I64:
+        looked.append(len(hashes))
+        return rows_with(hashes, sought)
+
+    monkeypatch.setattr(blocks_module, "CANDIDATE", None)
+    monkeypatch.setattr(blocks_module, "rows_with", noting)
+    sought = {hash_of(key) for key in (*some_keys(P, 29)[9:], keys[0])}
+    with store.look() as cursor:
+        assert cursor.candidate(P, 6, 0, 10**9, sought)[0] == (0, 1, 1, [0])
+    assert looked == [1]
 
 
 def test_a_search_stops_at_the_first_block_that_has_a_key(store: Store) -> None:

@@ -379,10 +379,13 @@ class BlockCursor:
             return told and Candidate(*told), size
         found, size = None, 0
         for start, last, value in self._hashed(partition, end, above):
-            hashes, rows = np.frombuffer(value[keyspace.HASHES], "<u4"), list[int]()
-            # Most blocks have none, which arrays take longer to say than bytes.
-            if len(sought) > FEW or any(one.to_bytes(4, "little") in value for one in sought):
-                rows = rows_with(hashes, sought).tolist()
+            hashes = np.frombuffer(value[keyspace.HASHES], "<u4")
+            # Most blocks have none, which takes arrays longer to say than a set, or bytes.
+            if len(sought) > FEW:
+                has_some = not sought.isdisjoint(hashes.tolist())
+            else:
+                has_some = any(one.to_bytes(4, "little") in value for one in sought)
+            rows = rows_with(hashes, sought).tolist() if has_some else []
             found = Candidate(start, last, len(hashes), rows)
             size += len(value)
             if rows or size >= most:
