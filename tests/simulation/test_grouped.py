@@ -6,7 +6,7 @@ from tests.simulation import worlds
 
 
 def test_what_is_kept_in_the_server_is_its_owners(tmp_path: Path) -> None:
-    counts = worlds.run_all("groups", tmp_path, worlds.seeds(15, first=3))
+    counts = worlds.run_all("groups", tmp_path, worlds.seeds(15, first=12))
     worlds.happened(
         counts,
         "answered FENCED",
