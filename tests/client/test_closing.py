@@ -154,10 +154,11 @@ async def test_what_was_put_right_before_all_tasks_were_cancelled_is_written(tar
 async def test_a_batch_that_waits_for_room_when_all_tasks_are_cancelled_is_written_and_told_once(
     target: str,
 ) -> None:
-    told = list[bytes]()
+    told, telling = list[bytes](), asyncio.Event()
 
     async def tell(rows: list[tuple[bytes, bytes | None]], _: object) -> None:
         told.extend(key for key, _ in rows)
+        telling.set()
         await pass_turns(50)
 
     keys = [b"%d" % number for number in range(3 * WRITES_IN_FLIGHT_MAX)]
@@ -171,7 +172,12 @@ async def test_a_batch_that_waits_for_room_when_all_tasks_are_cancelled_is_writt
                     await writer.set(key, b"v" + key)
                     if len(writer._under_way) == WRITES_IN_FLIGHT_MAX:
                         await cancel_all()
+                flushing = asyncio.create_task(writer.flush())
+                if on_results is not None:
+                    telling.clear()
+                    await telling.wait()
                 await cancel_all()
+                await asyncio.gather(flushing, return_exceptions=True)
                 await writer.flush()
             assert await bucket.get_many(keys) == {key: b"v" + key for key in keys}
     assert sorted(told) == sorted(keys)
