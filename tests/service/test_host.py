@@ -23,7 +23,6 @@ from upr.service.buckets import bucket_service as bucket_service_module
 from upr.service.buckets import room as room_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.buckets.disk_threads import Worker
 from upr.service.key_value import KeyValueMethods
 from upr.service.overload import callers as callers_module
 from upr.service.overload.intake import Intake
@@ -750,41 +749,6 @@ async def test_a_large_write_waits_for_its_turn_before_it_is_numbered_and_few_ma
 
 
 @pytest.mark.asyncio
-async def test_a_worker_leaves_out_what_was_cancelled_before_its_turn() -> None:
-    worker = Worker("test")
-    go_on, begun = threading.Event(), threading.Event()
-    done: list[str] = []
-
-    def first() -> str:
-        begun.set()
-        go_on.wait(WAIT_SECONDS)
-        done.append("first")
-        return threading.current_thread().name
-
-    def fails() -> None:
-        done.append("fails")
-        raise OSError("no disk")
-
-    tasks = [worker.run(first) for _ in range(2)]
-    waiting = worker.run(lambda: done.append("cancelled"))
-    failing = worker.run(fails)
-    await asyncio.to_thread(begun.wait, WAIT_SECONDS)
-    # Of a function that runs only the waiting ends.
-    for task in (tasks[0], waiting):
-        task.cancel()
-    await asyncio.gather(tasks[0], waiting, return_exceptions=True)
-    go_on.set()
-    assert await tasks[1] == "test"
-    with pytest.raises(OSError, match="no disk"):
-        await failing
-    assert done == ["first", "first", "fails"]
-    worker.close()
-    with pytest.raises(RuntimeError, match="has ended"):
-        await worker.run(fails)
-    Worker("never used").close()
-
-
-@pytest.mark.asyncio
 async def test_a_thread_that_cannot_be_started_is_tried_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -802,20 +766,6 @@ async def test_a_thread_that_cannot_be_started_is_tried_again(
     await host.durable((await host.write(rows(b"a"), b"", None, 0)).entry)
     await until(lambda: Failing.MERGE not in host.disk.troubles)
     assert await host.close()
-
-
-@pytest.mark.asyncio
-async def test_of_two_threads_of_a_worker_one_goes_on_while_the_other_is_held_up() -> None:
-    worker = Worker("two threads", 2)
-    go_on = threading.Event()
-    held = worker.run(lambda: go_on.wait(2 * WAIT_SECONDS))
-    async with asyncio.timeout(WAIT_SECONDS):
-        for _ in range(3):
-            assert not await worker.run(go_on.is_set)
-    go_on.set()
-    assert await held
-    worker.close()
-    assert "two threads" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.asyncio

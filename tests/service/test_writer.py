@@ -1,4 +1,4 @@
-"""The journal's writer: the compiled thread writes what its reference would, says what failed, and ends when it is told to."""
+"""A bucket's threads: the journal's compiled writer writes what its reference would, and says what failed; workers run what they are given."""
 
 import asyncio
 import errno
@@ -21,7 +21,7 @@ from upr.config import ServerConfig
 from upr.service.buckets import disk_threads
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.buckets.disk_threads import Disk
+from upr.service.buckets.disk_threads import Disk, Worker
 from upr.service.buckets.flusher import Flusher
 from upr.service.clock import Clock
 from upr.storage import journal as journal_module
@@ -441,3 +441,52 @@ async def test_the_journals_thread_waits_for_a_record_that_is_being_written(
         await asyncio.gather(append, other)
     assert done[0] > ROOM_RECORD_BYTES
     assert found(disk) == [commit(1, ROOM_RECORD_BYTES)]
+
+
+@pytest.mark.asyncio
+async def test_a_worker_leaves_out_what_was_cancelled_before_its_turn() -> None:
+    worker = Worker("test")
+    go_on, begun = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def first() -> str:
+        begun.set()
+        go_on.wait(WAIT_SECONDS)
+        done.append("first")
+        return threading.current_thread().name
+
+    def fails() -> None:
+        done.append("fails")
+        raise OSError("no disk")
+
+    tasks = [worker.run(first) for _ in range(2)]
+    waiting = worker.run(lambda: done.append("cancelled"))
+    failing = worker.run(fails)
+    await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+    # Of a function that runs only the waiting ends.
+    for task in (tasks[0], waiting):
+        task.cancel()
+    await asyncio.gather(tasks[0], waiting, return_exceptions=True)
+    go_on.set()
+    assert await tasks[1] == "test"
+    with pytest.raises(OSError, match="no disk"):
+        await failing
+    assert done == ["first", "first", "fails"]
+    worker.close()
+    with pytest.raises(RuntimeError, match="has ended"):
+        await worker.run(fails)
+    Worker("never used").close()
+
+
+@pytest.mark.asyncio
+async def test_of_two_threads_of_a_worker_one_goes_on_while_the_other_is_held_up() -> None:
+    worker = Worker("two threads", 2)
+    go_on = threading.Event()
+    held = worker.run(lambda: go_on.wait(2 * WAIT_SECONDS))
+    async with asyncio.timeout(WAIT_SECONDS):
+        for _ in range(3):
+            assert not await worker.run(go_on.is_set)
+    go_on.set()
+    assert await held
+    worker.close()
+    assert "two threads" not in [thread.name for thread in threading.enumerate()]
