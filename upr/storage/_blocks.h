@@ -141,6 +141,13 @@ crcs_fit(const char *const *places, const uint32_t *sizes)
     return ~crc == told[0] && ~add_to_crc(UINT32_MAX, places[RUNS_FIELD], sizes[RUNS_FIELD]) == told[1];
 }
 
+/* Take an encoded block apart; whether it has a table of whole runs, and, where that is to be checked, its checksums are right. */
+static int
+take_block(const char *block, Py_ssize_t length, int check, const char **places, uint32_t *sizes)
+{
+    return take_fields(block, length, places, sizes) && sizes[RUNS_FIELD] % RUN_BYTES == 0 && (!check || crcs_fit(places, sizes));
+}
+
 /* Write the key of a block, as block_key of keyspace.py. */
 static void
 write_key(char *to, uint32_t partition, uint64_t end)

@@ -117,8 +117,7 @@ take_source(PyObject *block, int check, Source *source)
 {
     const char *places[TABLE_CRC_FIELD + 1] = {NULL};
     uint32_t sizes[TABLE_CRC_FIELD + 1] = {0}, *columns = sizes + FIRST_COLUMN;
-    if (!take_fields(PyBytes_AS_STRING(block), PyBytes_GET_SIZE(block), places, sizes) || sizes[RUNS_FIELD] % RUN_BYTES
-        || (check && !crcs_fit(places, sizes))) {
+    if (!take_block(PyBytes_AS_STRING(block), PyBytes_GET_SIZE(block), check, places, sizes)) {
         return 0;
     }
     source->runs = places[RUNS_FIELD];

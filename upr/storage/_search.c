@@ -40,7 +40,7 @@ opened(PyObject *module, PyObject *block)
     int fit;
     /* The block may lie in a file that is mapped. */
     Py_BEGIN_ALLOW_THREADS
-    fit = take_fields(view.buf, view.len, places, sizes) && sizes[RUNS_FIELD] % RUN_BYTES == 0 && crcs_fit(places, sizes);
+    fit = take_block(view.buf, view.len, 1, places, sizes);
     Py_END_ALLOW_THREADS
     PyObject *spans = fit ? spans_of(view.buf, places, sizes) : Py_NewRef(Py_None);
     PyBuffer_Release(&view);
@@ -277,8 +277,7 @@ rows_at(PyObject *module, PyObject *args)
     Rows block = {0};
     /* The block may lie in a file that is mapped. */
     Py_BEGIN_ALLOW_THREADS
-    fit = take_fields(view.buf, view.len, block.places, block.sizes) && block.sizes[RUNS_FIELD] % RUN_BYTES == 0
-          && (!check || crcs_fit(block.places, block.sizes));
+    fit = take_block(view.buf, view.len, check, block.places, block.sizes);
     Py_END_ALLOW_THREADS
     PyObject *found;
     if (fit) {
