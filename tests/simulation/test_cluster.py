@@ -665,7 +665,8 @@ def test_a_new_server_says_that_a_cluster_is_given_up_and_stores_nothing_of_it(
     assert world.promoted(first, force=True) == "NOT_HEARD"
     assert standing(first).row.epoch == 0
     world.etcd.lose()
-    # As a new one under another name, too.
+    # As a new one under another name, too, of which the epochs begin anew.
+    world._newest = 0, ""
     world.until(lambda: "no map" in first.waiting, 20, "told that there is none")
     assert world.promoted(first) == ""
     assert active(world) == [0]

@@ -736,7 +736,8 @@ class Compactor:
         the compactor stops."""
         interval = SWEEP_FRACTION * self.ages.young / 1e6
         interval = min(max(interval, SWEEP_SECONDS_MIN), SWEEP_SECONDS_MAX)
-        seen = [-1] * PARTITIONS
+        # Of a partition of which nothing is stored nothing is purged.
+        seen = [0] * PARTITIONS
         while await self.rest(interval):
             failed = False
             self._reclaim_now()
