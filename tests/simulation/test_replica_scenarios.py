@@ -266,24 +266,23 @@ def flush(world: ReplicasWorld, server: ServerProcess) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "place",
+    "places",
     [
-        "",
-        pytest.param("promote.after_claim", marks=pytest.mark.long),
-        pytest.param("promote.after_promises", marks=pytest.mark.long),
-        pytest.param("promote.after_row", marks=pytest.mark.long),
-        "recovery.before_records",
-        "recovery.after_records",
-        pytest.param("promote.before_partitions", marks=pytest.mark.long),
-        pytest.param("promote.after_partitions", marks=pytest.mark.long),
+        ("", "recovery.before_records", "recovery.after_records", "promote.after_claim"),
+        (
+            "promote.before_partitions",
+            "promote.after_promises",
+            "promote.after_partitions",
+            "promote.after_row",
+        ),
     ],
 )
 def test_a_promotion_in_the_middle_of_a_snapshot_goes_back_to_the_marker_before_it(
-    tmp_path: Path, place: str
+    tmp_path: Path, places: tuple[str, ...]
 ) -> None:
     """Cut off behind each part of it but the last one; each time the other server is the active one.
 
-    It also dies at a place on its way to be active, where it opens its bucket anew to cut the part off.
+    It also dies at a place on its way to be active, another one each time, where it opens its bucket anew to cut the part off.
     """
     keys = [key for key in KEYS if partition_of(key) == USED[0]]
     written: list[WriteResults] = []
@@ -310,7 +309,7 @@ def test_a_promotion_in_the_middle_of_a_snapshot_goes_back_to_the_marker_before_
         world.start()
         SimulatedLoop(world._timeline, "client").create_task(write())
         active, replica = world.servers
-        for parts in range(1, len(keys)):
+        for parts, place in zip(range(1, len(keys)), places, strict=True):
             world.until(lambda: world.in_step(active), 60, "in step")  # noqa: B023
             world.until(lambda: len(written) == asked[0], 30, "written")
             world.until(lambda: high(replica) == high(active), 30, "received")  # noqa: B023
