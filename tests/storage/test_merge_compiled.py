@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,29 +45,33 @@ TIMES = st.sampled_from([0, OLD, OLD + 1, 2 * OLD, 2 * OLD + 1])
 Merge = Callable[..., Any]
 
 
-@pytest.fixture(scope="module", params=["", "-DCRC_BY_TABLES"])
-def loaded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Any]:
-    """Load a compiled module; on processors without an instruction for checksums these come from tables."""
+CHECKSUMS = ["", "-DCRC_BY_TABLES"]
+"""Options of the compiler: on processors without an instruction for checksums these come from tables. One function
+makes them for all else, so what is not about them is tried with the first only."""
 
-    def load_one(name: str) -> Any:
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
+    """Load a compiled module by its name, once for each option."""
+
+    @cache
+    def load_one(name: str, option: str) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            if request.param:
-                patch.setenv("CC", f"cc {request.param}")
+            if option:
+                patch.setenv("CC", f"cc {option}")
             return load(name, tmp_path_factory.mktemp("compiled"))
 
     return load_one
 
 
 @pytest.fixture(scope="module")
-def module(loaded: Callable[[str], Any]) -> Any:
-    return loaded("upr.storage._search")
+def module(request: pytest.FixtureRequest, loaded: Callable[[str, str], Any]) -> Any:
+    return loaded("upr.storage._search", getattr(request, "param", ""))
 
 
 @pytest.fixture(scope="module")
-def merge(loaded: Callable[[str], Any]) -> Merge:
-    found: Merge = loaded("upr.storage._merge").merge
+def merge(request: pytest.FixtureRequest, loaded: Callable[[str, str], Any]) -> Merge:
+    found: Merge = loaded("upr.storage._merge", getattr(request, "param", "")).merge
     return found
 
 
@@ -340,6 +345,7 @@ def test_a_tombstone_at_its_limits_is_left_to_python(
         assert (told == [None]) == purged
 
 
+@pytest.mark.parametrize("merge", CHECKSUMS, indirect=True)
 @pytest.mark.parametrize("most", [3 * 30 - 1, 3 * 30])
 def test_a_block_has_as_many_bytes_as_it_may(merge: Merge, most: int) -> None:
     runs = make_runs([3], [4], 0, 4, 4, 1)
@@ -438,6 +444,7 @@ def test_a_block_is_opened_as_python_does(
             check_encoded(other)
 
 
+@pytest.mark.parametrize("module", CHECKSUMS, indirect=True)
 @pytest.mark.parametrize("size", [*range(3060, 3085), 2 * 3072 + 1, 100_000])
 def test_columns_of_any_size_have_their_checksum(module: Any, size: int) -> None:
     value = np.random.default_rng(size).bytes(size)
