@@ -397,6 +397,28 @@ async def test_a_place_goes_to_the_first_who_still_waits() -> None:
 
 
 @pytest.mark.asyncio
+async def test_who_was_given_a_place_is_not_overtaken_before_it_goes_on() -> None:
+    places, order = AsyncSemaphore(0), list[int]()
+
+    async def take(number: int) -> None:
+        await places.take()
+        order.append(number)
+
+    waiting = [asyncio.create_task(take(number)) for number in range(2)]
+    await asyncio.sleep(0)
+    for _ in range(4):
+        places.give_back()
+    # Before the turn in which the others go on. Two places are left: one of them goes to nobody.
+    waiting[1].cancel()
+    waiting.append(asyncio.create_task(take(2)))
+    await take(3)
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert order == [0, 3, 2]
+    assert await places.try_take()
+    assert not await places.try_take()
+
+
+@pytest.mark.asyncio
 async def test_who_waits_no_more_for_a_place_leaves_nothing_behind() -> None:
     places = AsyncSemaphore(1)
     await places.take()

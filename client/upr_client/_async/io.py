@@ -112,25 +112,32 @@ class Semaphore:
     def __init__(self, count: int) -> None:
         self._left = count
         self._waiting: deque[asyncio.Future[bool]] = deque()
+        # Those who were given one, and had no turn of the event loop since.
+        self._coming = 0
 
     async def take(self, seconds: float | None = None) -> bool:
         """Take one; False when none came free in ``seconds``."""
-        if self._left:
+        if self._left and not (self._coming or self._waiting):
             self._left -= 1
             return True
         loop = asyncio.get_running_loop()
         place: asyncio.Future[bool] = loop.create_future()
         self._waiting.append(place)
+        if self._left:
+            # Behind those who are coming, who have an earlier turn.
+            self._left -= 1
+            loop.call_soon(self.give_back)
         timer = None if seconds is None else loop.call_later(seconds, self._too_late, place)
         try:
             return await place
         except BaseException:
             if place in self._waiting:
                 self._waiting.remove(place)
-            elif not place.cancelled() and place.result():
+            elif _is_given(place):
                 self.give_back()
             raise
         finally:
+            self._coming -= _is_given(place)
             if timer is not None:
                 timer.cancel()
 
@@ -153,8 +160,13 @@ class Semaphore:
             # Those who were cancelled wait no more.
             if not place.done():
                 place.set_result(True)
+                self._coming += 1
                 return
         self._left += 1
+
+
+def _is_given(place: asyncio.Future[bool]) -> bool:
+    return place.done() and not place.cancelled() and place.result()
 
 
 class Queue(Generic[T]):
