@@ -503,6 +503,18 @@ def test_an_interrupt_anywhere_stops_no_other_thread(
     assert step > 5
 
 
+def test_what_goes_on_has_not_ended_where_an_interrupt_meets_the_question() -> None:
+    """Else a second one would send the same writes."""
+    go_on, step = threading.Event(), 0
+    background = Background(lambda: [go_on.wait()].clear(), "upr-test")
+    while interrupted(lambda: background.has_ended, step):
+        step += 1
+        assert not background.has_ended, f"interrupted before bytecode {step}"
+    go_on.set()
+    background.join()
+    assert background.has_ended
+
+
 def test_a_flag_wakes_all_that_wait_and_only_once_it_is_set() -> None:
     flag, woken = Event(), Queue[bool]()
     assert not flag.wait(0.01)

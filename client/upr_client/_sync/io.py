@@ -208,20 +208,20 @@ class Background:
     def __init__(
         self, work: Callable[[], None], name: str, on_end: Callable[[], object] | None = None
     ) -> None:
+        # Not asked of the thread: that calls itself ended where an interrupt meets the question.
+        self.has_ended = False
+
         def run() -> None:
             try:
                 work()
             finally:
+                self.has_ended = True
                 if on_end is not None:
                     on_end()
 
         # A daemon, so that a program that ends without closing its client is not held up.
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def has_ended(self) -> bool:
-        return not self._thread.is_alive()
 
     def join(self) -> None:
         """Wait for its end."""
