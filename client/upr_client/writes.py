@@ -553,23 +553,28 @@ class Batch:
         number: batches are numbered in the order of writing, from 1.
         due: when it goes out at the latest, full or not.
         level: the strongest durability of its rows; the values of the enumeration rise with it.
+        sealed: whether it takes no more rows.
         told: whether ``on_results`` was called.
+        cells: the key and the value of each row, one after the other, in one list: so a row is added in one step.
     """
 
-    __slots__ = ("bytes", "due", "keys", "level", "number", "told", "values")
+    __slots__ = ("bytes", "cells", "due", "level", "number", "sealed", "told")
 
     def __init__(self, number: int, due: float) -> None:
         self.number = number
         self.due = due
         self.bytes = 0
-        self.told = False
+        self.sealed = self.told = False
         self.level: types_pb2.Durability.ValueType = types_pb2.DURABILITY_MEMORY
-        self.keys: list[bytes] = []
-        self.values: list[bytes | None] = []
+        self.cells: list[Any] = []
+
+    @property
+    def keys(self) -> list[bytes]:
+        return self.cells[::2]
 
     def rows(self) -> Rows:
         """Return the rows as (key, value) pairs, in the order of writing."""
-        return list(zip(self.keys, self.values, strict=True))
+        return list(zip(self.keys, self.cells[1::2], strict=True))
 
 
 class Failures:
@@ -588,11 +593,10 @@ class Failures:
     def add(self, batch: Batch, error: UprError, applied: Iterable[int] = ()) -> None:
         """Rows of a batch were not written, or may not have been: all but those of the partitions that applied them."""
         done = frozenset(applied)
-        partitions = [partition_of(key) for key in batch.keys]
+        keys = batch.keys
+        partitions = [partition_of(key) for key in keys]
         failed = [
-            key
-            for key, partition in zip(batch.keys, partitions, strict=True)
-            if partition not in done
+            key for key, partition in zip(keys, partitions, strict=True) if partition not in done
         ]
         self._first = self._first or error
         self._rows += len(failed)

@@ -3,12 +3,15 @@
 
 import asyncio
 import gc
+import linecache
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -46,14 +49,19 @@ from upr_client import (
 )
 from upr_client._async.io import Semaphore as AsyncSemaphore
 from upr_client._async.waiters import Waiters
+from upr_client._sync import writer as writer_module
+from upr_client._sync.block_writer import Write
 from upr_client._sync.call import Follow
 from upr_client._sync.changes import Changes
 from upr_client._sync.io import Background, Event, Queue, RequestQueue, Semaphore
 from upr_client._sync.waiters import Waiters as SyncWaiters
 from upr_client.errors import BehindError, ClosedError, HandlerError, NoRoomError
+from upr_client.writes import WriterOptions
+from upr_protocol.block import Block, block_keys
 from upr_protocol.consumer import Consumer
 from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import RollbackAnswer
+from upr_protocol.wire.v1 import key_value_service_pb2 as kv_pb2
 
 FOLLOW = [
     Expect("open"),
@@ -501,6 +509,70 @@ def test_an_interrupt_anywhere_stops_no_other_thread(
         assert not other.is_alive(), f"interrupted before bytecode {step}"
         step += 1
     assert step > 5
+
+
+class Submitted:
+    """Stands for a block writer that writes at once, and for the bucket of a buffered one."""
+
+    def __init__(self) -> None:
+        self.connection = self
+        self.name, self.version, self.request_timeout = "stub", 0, 10.0
+        self.keys: list[bytes] = []
+
+    def check_usable(self) -> None: ...
+
+    def submit(self, block: Block, *_: object, **__: object) -> Write:
+        self.keys += block_keys(block)
+        write = Write(kv_pb2.WriteRequest())
+        write.done.set()
+        return write
+
+    def waited_for(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def interrupted_at_line(work: Callable[[], object], number: int) -> bool:
+    """As ``interrupted``, at a line of the buffered writer; not where a lock is taken or given back, which is one step."""
+    left = number
+
+    def at_each(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        code = frame.f_code.co_filename
+        if code == writer_module.__file__ and event == "line":
+            left -= not linecache.getline(code, frame.f_lineno).lstrip().startswith("with ")
+            if left < 0:
+                raise KeyboardInterrupt
+        return at_each
+
+    before = sys.gettrace()
+    sys.settrace(at_each)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_interrupt_while_a_writer_takes_a_row_loses_and_doubles_none(count: int) -> None:
+    """Of the row that is being taken nobody knows; a batch has two. Each line twice: with another row behind it, and without."""
+    step, more, rows = 0, True, [b"%d" % number for number in range(count)]
+    while more:
+        stub: Any = Submitted()
+        options = WriterOptions("disk", 2, 2**20, 60.0, 2**20, None)
+        with writer_module.Writer(stub, partial(cast, Any, stub), [], options) as writer:
+            for row in rows[:-1]:
+                writer.set(row, b"")
+            more = interrupted_at_line(partial(writer.set, rows[-1], b""), step // 2)
+            if step % 2:
+                writer.set(b"next", b"")
+        taken = sorted(row for row in stub.keys if row != rows[-1])
+        assert taken == [*rows[:-1], *[b"next"] * (step % 2)], f"interrupted before line {step}"
+        assert stub.keys.count(rows[-1]) <= 1
+        step += 1
+    assert step > 20
 
 
 def test_what_goes_on_has_not_ended_where_an_interrupt_meets_the_question() -> None:

@@ -39,17 +39,17 @@ class Writer:
         self._open_writers = open_writers
         self._options = options
         self._level = DURABILITIES[options.durability]
-        self._batch_rows = options.batch_rows
+        self._batch_cells = 2 * options.batch_rows
         self._batch_bytes = options.batch_bytes
         self._outstanding_max = options.max_outstanding_bytes
         self._process = os.getpid()
         self._mutex = mutex()
-        self._open: Batch | None = None
-        self._sealed: deque[Batch] = deque()
+        # The last of them is open unless it is sealed. Each change of them is one step, which an interrupt does not divide.
+        self._gathered: deque[Batch] = deque()
         self._under_way: deque[tuple[Batch, Write | None, UprError | None]] = deque()
         self._outstanding = 0
-        self._begun = 0
-        self._finished = 0
+        # Numbers of batches: the last one that was submitted, and the last one with an outcome.
+        self._sent = self._finished = 0
         self._failures = Failures()
         self._entered = False
         self._stopped = False
@@ -103,9 +103,10 @@ class Writer:
         with self._mutex:
             self._stopped = self._refusing = True
             self._seal()
+            number = self._begun
         if not self._entered or self._abandoned:
             return
-        if self._until_finished(self._begun, seconds):
+        if self._until_finished(number, seconds):
             self._wake.set()
             if self._sender is not None:
                 self._sender.join()
@@ -119,12 +120,12 @@ class Writer:
     def _abandon(self, error: UprError) -> None:
         with self._mutex:
             self._abandoned = True
-            for batch in [*(item[0] for item in self._under_way), *self._sealed]:
+            for batch in [*(item[0] for item in self._under_way), *self._gathered]:
                 self._failures.add(batch, error)
-            self._sealed.clear()
+            self._sent = self._finished = self._begun
+            self._gathered.clear()
             self._under_way.clear()
             self._refusing = True
-            self._finished = self._begun
             self._outstanding = 0
             self._notify()
         self._wake.set()
@@ -172,16 +173,15 @@ class Writer:
         with self._mutex:
             if self._refusing:
                 self._refuse()
-            batch = self._open
-            if batch is None or batch.bytes + size > self._batch_bytes:
+            batch = self._gathered[-1] if self._gathered else None
+            if batch is None or batch.sealed or batch.bytes + size > self._batch_bytes:
                 batch = self._begin()
-            batch.keys.append(key)
-            batch.values.append(value)
-            batch.bytes += size
             if level > batch.level:
                 batch.level = level
+            batch.cells += (key, value)
+            batch.bytes += size
             self._outstanding += size
-            if len(batch.keys) >= self._batch_rows:
+            if len(batch.cells) >= self._batch_cells:
                 self._seal()
                 return True
             return self._outstanding > self._outstanding_max
@@ -198,17 +198,21 @@ class Writer:
 
     def _begin(self) -> Batch:
         self._seal()
-        self._begun += 1
-        self._open = Batch(self._begun, now() + self._options.linger_seconds)
+        batch = Batch(self._begun + 1, now() + self._options.linger_seconds)
+        self._gathered.append(batch)
         self._see_to_sender()
         self._wake.set()
-        return self._open
+        return batch
 
     def _seal(self) -> None:
-        if self._open is not None:
-            self._sealed.append(self._open)
-            self._open = None
+        if self._gathered:
+            self._gathered[-1].sealed = True
             self._wake.set()
+
+    @property
+    def _begun(self) -> int:
+        """Return the number of the last batch that was begun; asked for under the mutex."""
+        return self._gathered[-1].number if self._gathered else self._sent
 
     # Waiting.
 
@@ -293,7 +297,7 @@ class Writer:
                     with self._mutex:
                         if self._stopped and self._finished == self._begun:
                             return
-                        due = None if self._open is None else self._open.due
+                        due = self._gathered[0].due if self._gathered else None
                     self._wake.wait(None if due is None else max(due - now(), 0.0))
         except Exception as failure:
             # Waiters must get the error, and whoever comes later.
@@ -304,25 +308,30 @@ class Writer:
 
     def _take_due(self) -> Batch | None:
         with self._mutex:
-            if not self._sealed and self._open is not None and now() >= self._open.due:
-                self._seal()
+            first = self._gathered[0] if self._gathered else None
+            if first is None or not (first.sealed or now() >= first.due):
+                return None
+            first.sealed = True
             # It stays there until it is under way, so that it is never out of sight.
-            return self._sealed[0] if self._sealed else None
+            return first
 
     def _send(self, batch: Batch) -> None:
         write, error = None, None
         try:
-            block = build_block(batch.keys, batch.values)
-            write = self._writer().submit(block, batch.level, self._wake.set, over_quota=True)
+            # One is empty where an interrupt came when it was begun.
+            if batch.cells:
+                block = build_block(batch.keys, batch.cells[1::2])
+                write = self._writer().submit(block, batch.level, self._wake.set, over_quota=True)
             # Not before, as whoever is cancelled there has sent nothing.
             if self._options.on_results is None:
-                batch.values = []
+                batch.cells[1::2] = [None] * len(batch.keys)
         except UprError as failure:
             error = failure
         with self._mutex:
             if not self._abandoned:
-                self._under_way.append((self._sealed.popleft(), write, error))
-        if error is not None:
+                self._under_way.append((self._gathered.popleft(), write, error))
+                self._sent = batch.number
+        if write is None:
             self._wake.set()
 
     def _collect(self) -> bool:
