@@ -138,9 +138,9 @@ class Bucket:
         """Write many keys, in blocks of about 1 MiB that go out without waiting for each other's answer.
 
         Calls of up to 512 KiB that are under way at the same time go together, each with its own result. A call that
-        is cancelled while it waits for its answer is written all the same. Rows of the same key are applied in order.
-        It is no transaction: when an error is raised, some may have been applied. All rows are in memory until it
-        returns.
+        is cancelled while it waits for its answer is written all the same. Rows of the same key are applied in order,
+        those of other calls that have not returned before or behind them. It is no transaction: when an error is raised,
+        some may have been applied. All rows are in memory until it returns.
 
         Args:
             rows: (key, value); None for the value deletes the key.
