@@ -370,3 +370,26 @@ def test_names_leases_and_pins_follow_a_model(steps: list[tuple[str, str, int]])
         pins = {pin for _, pin in held.values()}
         assert cuts.pinned(A) == tuple(sorted(pins - {0}))
         assert int(cuts.lowest()[A]) == min(pins, default=NO_PIN)
+
+
+def test_a_cut_that_could_not_be_forgotten_for_lack_of_memory_is_forgotten_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = bucket()
+    write(of, A, b"a")
+    made(of, "x", A, lease=1)
+    pinned = of.cuts.pinned(A)
+
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    (ended,) = of.cuts.ended(5)
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(np, "full", fails)
+        with pytest.raises(MemoryError):
+            of.cuts.forget(ended)
+    assert of.cuts.pinned(A) == pinned
+    assert of.cuts.ended(5) == [ended]
+    of.cuts.forget(ended)
+    assert (of.cuts.ended(5), of.cuts.pinned(A)) == ([], ())
+    assert int(of.cuts.lowest()[A]) == NO_PIN

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 
 from tests.conftest import StartServer
-from tests.harness import WAIT_SECONDS, poll
+from tests.harness import WAIT_SECONDS, poll, until
 from tests.raw import RawClient, RawFollow, start_at
-from tests.service.bucket_state import connected
+from tests.service.bucket_state import connected, started
 from tests.service.test_positions import PARTITION, fill
+from upr.config import ServerConfig
 from upr.engine.consumers import Consumers
 from upr.service import admin as consumer_methods
+from upr.service.buckets import keepers as keepers_module
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.keepers import ConsumerSaver, Rows
 from upr.service.storage_trouble import Troubles
 from upr_client import AsyncClient as Client
@@ -324,3 +328,31 @@ async def test_a_consumer_that_cannot_be_removed_is_told_without_paths(
         words = caught.value.details() or ""
         assert "No space left on device" in words
         assert str(tmp_path) not in words
+
+
+@pytest.mark.asyncio
+async def test_expiry_of_consumers_and_cuts_goes_on_after_a_moment_without_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(keepers_module, "CUT_LOOK_SECONDS", 0.01)
+    host = BucketService(folder, ServerConfig(data=folder, consumer_seconds=0.01))
+    looks: Counter[str] = Counter()
+
+    def failing(owner: object, name: str) -> None:
+        work = getattr(owner, name)
+
+        def look(*arguments: Any) -> Any:
+            looks[name] += 1
+            if looks[name] == 1:
+                raise MemoryError
+            return work(*arguments)
+
+        monkeypatch.setattr(owner, name, look)
+
+    failing(host.bucket.consumer_positions, "expire")
+    failing(host.bucket.cuts, "ended")
+    started(host)
+    await until(lambda: host.problem is not None or min(looks["expire"], looks["ended"]) > 1)
+    assert host.problem is None
+    assert await host.close()

@@ -233,18 +233,19 @@ class Cuts:
             self.changes += 1
 
     def forget(self, cut: Cut) -> None:
-        """Drop a cut's pins."""
+        """Drop a cut's pins, and then its name: who finds no memory for it does all of it again."""
+        self._drop(cut)
         if self._named.get(cut.name) is cut:
             del self._named[cut.name]
             self.changes += 1
-        self._drop(cut)
 
     def _drop(self, cut: Cut) -> None:
         if cut not in self._held:
             return
-        self._held.remove(cut)
+        held = [other for other in self._held if other is not cut]
         none = np.full(PARTITIONS, NO_PIN, np.uint64)
-        self._lowest = np.min([none, *(c.seqnos for c in self._held)], axis=0)
+        self._lowest = np.min([none, *(c.seqnos for c in held)], axis=0)
+        self._held = held
         free = cut.seqnos != NO_PIN
         for other in self._held:
             # A cut is replaced by what it has become, and the pins of a join rise in few partitions at a time.

@@ -36,6 +36,7 @@ from upr.service.buckets.keepers import (
     ProducerKeeper,
     end_leases,
     expire_consumers,
+    lasting,
 )
 from upr.service.buckets.room import ROOM_AGAIN_BYTES, DiskRoom, WaitingRoom, check_map
 from upr.service.buckets.upstream_state import UpstreamState
@@ -276,11 +277,14 @@ class BucketService:
             "flusher": self.flusher.run(),
             "compactor": self.compactor.run(),
             "purger": self.compactor.sweep(),
-            "expiry of consumers": expire_consumers(
-                self.disk, self.bucket, self._config.consumer_seconds, self.compactor.rest
+            "expiry of consumers": lasting(
+                lambda: expire_consumers(
+                    self.disk, self.bucket, self._config.consumer_seconds, self.compactor.rest
+                )
             ),
             "saver of consumers": self.acknowledged.run(self._closing),
-            "keeper of cuts": self.cuts.run(),
+            "keeper of cuts": lasting(self.cuts.run),
+            # Not begun anew: of a group that was changed in part two members could have the same partition.
             "keeper of leases": end_leases(self.bucket.owners, self._closing),
             "keeper of producers": self.producers.run(),
         }
