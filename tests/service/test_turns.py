@@ -1,15 +1,17 @@
 """Expensive requests take turns, and what they cost is waited for."""
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import uvloop
 
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, until
 from upr.service.overload.callers import ROUND_MESSAGES, LoopRounds, Turns
 
 EVENTS = """
@@ -144,6 +146,29 @@ async def test_of_one_peer_so_many_messages_are_taken_in_a_round_in_their_order(
         assert len(taken) - before <= ROUND_MESSAGES
         before = len(taken)
     assert taken == [number for number in range(len(tasks)) if number != ROUND_MESSAGES + 1]
+
+
+async def test_messages_are_taken_on_after_a_moment_without_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds, loop = LoopRounds(), asyncio.get_running_loop()
+    tasks = [asyncio.ensure_future(rounds.turn()) for _ in range(2 * ROUND_MESSAGES)]
+    rounds_begun = itertools.count(1)
+    call_soon, told = loop.call_soon, list[Any]()
+
+    def without_memory(call: Any, *arguments: Any, **options: Any) -> Any:
+        if call == rounds._next and next(rounds_begun) == 2:
+            raise MemoryError
+        return call_soon(call, *arguments, **options)
+
+    monkeypatch.setattr(loop, "call_soon", without_memory)
+    loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+    await until(lambda: bool(told))
+    assert isinstance(told[0], MemoryError)
+    await rounds.turn()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert all(task.done() for task in tasks)
 
 
 async def test_what_grpc_has_is_taken_as_soon_as_it_comes() -> None:

@@ -89,25 +89,28 @@ class LoopRounds:
 
     async def turn(self) -> None:
         """Wait for a round with room."""
-        if self._left == ROUND_MESSAGES:
-            asyncio.get_running_loop().call_soon(self._next)
         if self._left:
-            self._left -= 1
+            self._take()
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         await turn
 
+    def _take(self) -> None:
+        """Count a message; the first of a round has the next one begin."""
+        if self._left == ROUND_MESSAGES:
+            # Before it is counted: where there is no memory for it, the next message has it begin.
+            asyncio.get_running_loop().call_soon(self._next)
+        self._left -= 1
+
     def _next(self) -> None:
         self._left = ROUND_MESSAGES
         while self._waiting and self._left:
-            turn = self._waiting.popleft()
             # Its call may have ended meanwhile.
-            if not turn.done():
-                turn.set_result(None)
-                self._left -= 1
-        if self._left < ROUND_MESSAGES:
-            asyncio.get_running_loop().call_soon(self._next)
+            if not self._waiting[0].done():
+                self._take()
+                self._waiting[0].set_result(None)
+            self._waiting.popleft()
 
 
 PEER_SHARE: Final = 0.4
