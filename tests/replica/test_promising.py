@@ -62,7 +62,7 @@ async def ownership(tmp_path: Path) -> AsyncIterator[Ownership]:
 
 
 @pytest.mark.asyncio
-async def test_who_could_not_step_down_whole_does_it_with_the_next_call(
+async def test_who_could_not_step_down_whole_does_it_with_the_next_call_or_round(
     ownership: Ownership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog, calls = ownership._catalog, list[bool]()
@@ -72,7 +72,7 @@ async def test_who_could_not_step_down_whole_does_it_with_the_next_call(
     async def steps_down(*, fenced: bool) -> None:
         host.bucket.partitions.state[:] = REPLICA
         calls.append(fenced)
-        if len(calls) == 1:
+        if len(calls) in (1, 3):
             raise OSError("no room")
 
     host.bucket.partitions.state[:] = ACTIVE
@@ -82,6 +82,12 @@ async def test_who_could_not_step_down_whole_does_it_with_the_next_call(
     for _ in range(2):
         await ownership.step_down(fenced=False)
     assert len(calls) == 2
+    host.bucket.partitions.state[:] = ACTIVE
+    with pytest.raises(OSError, match="no room"):
+        await ownership.step_down(fenced=False)
+    for _ in range(2):
+        await ownership._round()
+    assert len(calls) == 4
 
 
 @pytest.mark.asyncio
@@ -472,7 +478,7 @@ async def test_what_a_server_waits_for_is_logged_once_for_each_reason(
     """The words name another server of etcd each time."""
     caplog.set_level("INFO", "upr.replica.ownership")
     ends = [UnavailableError(f"etcd at {n}: no answer in time") for n in range(3)]
-    errors = iter([*ends, OSError("full"), OSError("full too"), ends[0], None, None])
+    errors = iter([*ends, OSError("full"), OSError("full too"), MemoryError(), ends[0], None, None])
     done = asyncio.Event()
 
     async def one_round() -> None:
@@ -489,7 +495,7 @@ async def test_what_a_server_waits_for_is_logged_once_for_each_reason(
         await done.wait()
     running.cancel()
     told = [getattr(one, "waiting", "") for one in caplog.records]
-    assert told == [str(ends[0]), "full", str(ends[0]), ""]
+    assert told == [str(ends[0]), "full", "MemoryError in the server", str(ends[0]), ""]
 
 
 @pytest.mark.asyncio

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.harness import until
+from tests.replica.members import Start
 from upr.cli import admin as commands
 from upr.cli.admin_commands import topology
 from upr.replica.set_status import COPIES, COUNTED, PATIENCE_SECONDS, SetStatus
@@ -179,3 +181,23 @@ def test_what_etcd_said_long_ago_is_not_told_as_of_now(seconds: float, key: str)
     )  # fmt: skip
     found: Any = SimpleNamespace(active=True, part=SimpleNamespace(etcd_seconds=seconds))
     assert topology._row(member, found, True)[-1] == key
+
+
+@pytest.mark.asyncio
+async def test_what_a_set_does_goes_on_after_a_moment_without_memory(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upr.service.buckets.keepers.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("upr.replica.set_status.LOOK_SECONDS", 0.01)
+    looks = list[object]()
+
+    def look(*now: object) -> None:
+        looks.append(now)
+        if len(looks) == 1:
+            raise MemoryError
+
+    monkeypatch.setattr(SetStatus, "_look", look)
+    replicating = (await start()).server._replicating
+    assert replicating is not None
+    await until(lambda: replicating.done() or len(looks) > 1)
+    assert not replicating.done()

@@ -23,6 +23,7 @@ from upr.replica.fencing import old_map
 from upr.replica.ownership import RESUME_SECONDS, Ownership
 from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.catalog import DEFAULT_BUCKET, Catalog
+from upr.service.buckets.keepers import lasting
 from upr_protocol.errors import (
     InvalidArgumentError,
     UnavailableError,
@@ -89,9 +90,8 @@ class Keeper:
         self._read_at = self._served_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._keep_key(ownership))
-                tasks.create_task(self._watch())
-                tasks.create_task(self._decide(ownership))
+                for work in (self._keep_key, self._watch, self._decide):
+                    tasks.create_task(lasting(functools.partial(work, ownership)))
         finally:
             await self._registry.close()
 
@@ -158,7 +158,7 @@ class Keeper:
         failed = ownership.inventory.failure is not None and not ownership.active
         return failed and owner == ownership.standing.directory
 
-    async def _watch(self) -> None:
+    async def _watch(self, _: Ownership) -> None:
         """Read all that is kept of the cluster whenever it changes."""
         while True:
             try:

@@ -8,14 +8,12 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-import lmdb
-
 from upr.replica.fencing import Fencing
 from upr.replica.inventory import beside
 from upr.replica.peers import Peers
 from upr.service.buckets.catalog import Catalog
 from upr.service.conversation import REPLICAS_NAME
-from upr.service.storage_trouble import words_of
+from upr.service.storage_trouble import PASSING, words_of
 from upr_protocol.block import U64
 from upr_protocol.errors import BucketGoneError, StorageFailedError, UnavailableError, UprError
 from upr_protocol.ownership import Row, Standing
@@ -184,7 +182,7 @@ class CountedReplicas:
                 host.bucket.consumer_positions.forget(name)
                 with contextlib.suppress(BucketGoneError):
                     await host.acknowledged.save()
-        except (OSError, lmdb.Error) as error:
+        except PASSING as error:
             raise StorageFailedError(
                 f"that a server is forgotten could not be stored: {words_of(error)}",
                 hint="say it again: what is done already stays done",

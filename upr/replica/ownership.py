@@ -11,7 +11,6 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
-import lmdb
 import numpy as np
 
 from upr import failpoints
@@ -33,7 +32,7 @@ from upr.replica.peers import MEET_SECONDS, Answer, Peers
 from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
-from upr.service.storage_trouble import words_of
+from upr.service.storage_trouble import PASSING, words_of
 from upr.storage.directory import Stored
 from upr_protocol.errors import (
     DataDamagedError,
@@ -220,10 +219,10 @@ class Ownership:
 
         after = change(self.standing)
         fences = gives_way(after)
-        if fences:
-            # Before it is stored, which takes a while.
-            self._fence(+1)
         try:
+            if fences:
+                # Before it is stored, which takes a while.
+                self._fence(+1)
             if after != self.standing:
                 await self.store(change)
         finally:
@@ -255,7 +254,7 @@ class Ownership:
         actives = self.active or any((h.bucket.partitions.state == ACTIVE).any() for h in hosts)
         if not (actives or self._is_stepping_down):
             return
-        # Until all of it is stored: if that fails, the next call does it again.
+        # Until all of it is stored: if that fails, the next call, or round, does it again.
         self._is_stepping_down = True
         self.active, self._catalog.replica = False, True
         self._tell_owner()
@@ -453,7 +452,7 @@ class Ownership:
                 if not force:
                     await self._check_reached(takeover=takeover, claimed=claimed)
                 return await self._claim(force=force, takeover=takeover)
-            except (OSError, lmdb.Error) as error:
+            except PASSING as error:
                 raise self._given_up(StorageFailedError(words_of(error))) from error
             except UprError as error:
                 raise self._given_up(error) from None
@@ -758,7 +757,7 @@ class Ownership:
             while True:
                 try:
                     await self._round()
-                except (UprError, OSError, lmdb.Error) as error:
+                except (UprError, *PASSING) as error:
                     self._wait_for(error)
                 else:
                     # What ended an attempt to take the ownership back goes on until the next one.
@@ -772,7 +771,7 @@ class Ownership:
         """Remember what it waits for; the log has it once for each reason, as the words vary."""
         reason = error.reason if isinstance(error, UprError) else type(error).__name__
         before, self._waits_for = self._waits_for, "" if error is None else reason
-        self.waiting = "" if error is None else str(error)
+        self.waiting = "" if error is None else str(error) or words_of(error)
         if self._waits_for not in ("", before):
             told = {"active": self.active, "waiting": self.waiting}
             log.warning("this server waits", extra=told)
@@ -803,6 +802,9 @@ class Ownership:
         # Only then: while nothing can be stored, the rest of the round has to go on.
         if self.peers.addresses != dict(self._catalog.standing.addresses):
             await self.store(lambda standing: standing)
+        if self._is_stepping_down and not self._changing.locked():
+            async with self._changing:
+                await self.step_down(fenced=True)
         if self.active and not self.standing.owns:
             await self.step_down(fenced=True)
         elif self.active:

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-import lmdb
 import numpy as np
 
 from upr.config import ServerConfig
@@ -15,9 +14,9 @@ from upr.replica.peers import held_to_messages, row_of_message, row_to_message
 from upr.replica.set_status import Cluster, SetStatus
 from upr.service.access.rules import PERMIT, RULES
 from upr.service.buckets.catalog import Catalog
-from upr.service.buckets.keepers import finish_even_if_cancelled
+from upr.service.buckets.keepers import finish_even_if_cancelled, lasting
 from upr.service.overload.intake import Context
-from upr.service.storage_trouble import words_of
+from upr.service.storage_trouble import PASSING, words_of
 from upr_protocol.errors import StorageFailedError, UprError, shown
 from upr_protocol.ownership import Row, Served
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
@@ -33,7 +32,7 @@ async def _whole(work: Coroutine[Any, Any, _T]) -> _T:
     """Do it to its end, also when the caller is gone: half a change of owner is none."""
     try:
         return await finish_even_if_cancelled(asyncio.create_task(work))
-    except (OSError, lmdb.Error) as error:
+    except PASSING as error:
         raise StorageFailedError(words_of(error), retriable=True) from error
 
 
@@ -58,10 +57,10 @@ class ReplicaMethods:
         ownership = self._ownership
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(ownership.run())
-                tasks.create_task(self._set_status.run())
+                tasks.create_task(lasting(ownership.run))
+                tasks.create_task(lasting(self._set_status.run))
                 if self._cluster is not None and ownership.fencing is not None:
-                    tasks.create_task(ownership.fencing.run())
+                    tasks.create_task(lasting(ownership.fencing.run))
                     tasks.create_task(self._cluster.run(ownership))
         finally:
             await ownership.peers.close()
