@@ -124,16 +124,21 @@ def test_tls_that_cannot_be_is_refused_at_the_start(
     assert words in refused(tmp_path, *(str(part) for name in names for part in paths[name]))
 
 
-@pytest.mark.parametrize("file", ["certificate", "client_ca"])
+@pytest.mark.parametrize("file", ["certificate", "client_ca", "peer_ca", "cluster_ca"])
 def test_a_certificate_that_has_expired_is_told(tmp_path: Path, file: str) -> None:
     expired = tmp_path / file
-    for name in ("certificate", "client_ca"):
+    files = ("certificate", "client_ca", "peer_ca", "cluster_ca")
+    for name in files:
         (tmp_path / name).mkdir()
         make_certificate(tmp_path / name)
     sign_anew(expired, "20250101000000Z", "20260101000000Z")
-    own, authority = tmp_path / "certificate", tmp_path / "client_ca" / "chain.pem"
+    own = tmp_path / "certificate"
     tls = ["--tls-cert", str(own / "chain.pem"), "--tls-key", str(own / "key.pem")]
-    tls += ["--tls-client-ca", str(authority), "--http", "127.0.0.1:0"]
+    for option, name in zip(
+        ("--tls-client-ca", "--peer-ca", "--cluster-ca"), files[1:], strict=True
+    ):
+        tls += [option, str(tmp_path / name / "chain.pem")]
+    tls += ["--http", "127.0.0.1:0"]
     shown = f"Bearer {add_identity(tmp_path / 'identities', 'a', {'read': None})}"
     server = RunningServer(tmp_path, *tls, "--tokens", str(tmp_path / "identities"))
 
@@ -148,7 +153,7 @@ def test_a_certificate_that_has_expired_is_told(tmp_path: Path, file: str) -> No
             assert problem.reason == "CERTIFICATE_EXPIRED"
             assert str(expired / "chain.pem") in problem.hint
             wait_until(lambda: "certificate" in server.log_text(), server.log_text)
-            fine = dict.fromkeys(("certificate", "client_ca", "identities"), 0.0)
+            fine = dict.fromkeys((*files, "identities"), 0.0)
             assert told("upr_file_trouble") == fine | {file: 1.0}
             ends = told("upr_certificate_expires_timestamp_seconds")
             assert {name for name, end in ends.items() if end < time.time()} == {file}

@@ -23,7 +23,16 @@ from grpc_reflection.v1alpha import reflection
 from upr import __version__
 from upr.config import ServerConfig
 from upr.service import logs
-from upr.service.access.files import IDENTITIES, LOOK_SECONDS, Certificates, Watched
+from upr.service.access.files import (
+    CLUSTER_CA,
+    IDENTITIES,
+    LOOK_SECONDS,
+    PEER_CA,
+    Authorities,
+    Certificates,
+    Expiring,
+    Watched,
+)
 from upr.service.access.identities import Identity
 from upr.service.access.rules import Access
 from upr.service.admin import AdminMethods, Process
@@ -237,7 +246,7 @@ class Server:
             self._delays,
             self._clock.clock,
             self._file_troubles,
-            lambda: {} if self._tls is None else self._tls.ends,
+            lambda: {file: end for one in self._expiring for file, end in one.ends.items()},
             lambda: None if self._sets is None else self._sets.part,
             lambda: {} if self._sets is None else self._sets.troubles,
         )
@@ -245,6 +254,7 @@ class Server:
         self._sets = replicate and replicate(
             self._catalog, config, lambda: config.advertise or self.address
         )
+        self._expiring = _expiring(config, self._tls)
         self._serving = False
         self._web = self._web_port(process, loopback) if config.http else None
         self._replicating: asyncio.Task[None] | None = None
@@ -406,14 +416,14 @@ class Server:
 
     def _file_troubles(self) -> dict[str, UprError | None]:
         """Return what is wrong with the files that are read again, by file; None where nothing is."""
-        found = {} if self._tls is None else self._tls.troubles
+        found = {file: why for one in self._expiring for file, why in one.troubles.items()}
         watched = self._access.watched
         return found if watched is None else {**found, IDENTITIES: watched.problem}
 
     @property
     def _watched(self) -> list[Watched[Any]]:
-        tls = None if self._tls is None else self._tls.watched
-        return [one for one in (tls, self._access.watched) if one is not None]
+        files = [one.watched for one in self._expiring]
+        return files if self._access.watched is None else [*files, self._access.watched]
 
     async def _watch_files(self) -> None:
         """Read the certificate and the identities again when their files change; tell of a certificate's end."""
@@ -422,8 +432,8 @@ class Server:
             for one in self._watched:
                 if await one.look() and one is self._access.watched:
                     self._access.identities_changed()
-            if self._tls is not None:
-                self._tls.tell()
+            for certificates in self._expiring:
+                certificates.tell()
 
     async def _tell_suppressed(self) -> None:
         while True:
@@ -527,3 +537,13 @@ async def serve(config: ServerConfig, replicate: Replicate | None = None) -> int
     with server.guarded():
         await stop.wait()
     return 0 if await server.stop() else 1
+
+
+def _expiring(config: ServerConfig, tls: Certificates | None) -> list[Expiring]:
+    """Return the files of a server that have certificates."""
+    others = (
+        (PEER_CA, "the other servers of the set", config.peer_ca),
+        (CLUSTER_CA, "etcd", config.cluster_ca),
+    )
+    found = [Authorities(file, whose, path) for file, whose, path in others if path is not None]
+    return [*found, tls] if tls is not None else [*found]

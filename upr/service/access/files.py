@@ -1,4 +1,4 @@
-"""Files that are read again when they change: identities, and the server's certificate.
+"""Files that are read again when they change: identities, the server's certificate, and authorities of those that it calls.
 
 What is there now counts until something whole has come. A file that cannot be used is told once in the log, and shown in the
 status until it is mended.
@@ -11,11 +11,11 @@ import os
 import re
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 
@@ -27,6 +27,8 @@ LOOK_SECONDS: Final = 0.4
 """Interval at which files are looked at; they are read when two looks in a row find the same."""
 CERTIFICATE: Final = "certificate"
 CLIENT_CA: Final = "client_ca"
+PEER_CA: Final = "peer_ca"
+CLUSTER_CA: Final = "cluster_ca"
 IDENTITIES: Final = "identities"
 """The files, as metrics name them."""
 ENDS_SOON: Final = 0.1
@@ -154,34 +156,28 @@ class Watched(Generic[_T]):
         return True
 
 
-class Certificates:
-    """The server's certificate and key, and the authority of its clients' certificates.
+class Expiring:
+    """Files with certificates, of whose end is told.
 
     Args:
-        client_ca: PEM file of the authorities whose certificates every client must show one of; None for none.
+        files: of each file, what the certificate in it is, and what is to be done when that ends.
 
-    Raises:
-        InvalidArgumentError: a path is given without the one that goes with it.
-        UprError: the files cannot be used.
+    Attributes:
+        watched: reads them again when they change.
     """
 
-    def __init__(self, cert: Path | None, key: Path | None, client_ca: Path | None) -> None:
-        if cert is None or key is None:
-            raise InvalidArgumentError(
-                "--tls-cert, --tls-key and --tls-client-ca are not all that they need; must be a certificate with its key",
-                hint="give --tls-cert and --tls-key, and --tls-client-ca where clients show certificates",
-            )
-        self._cert, self._key, self._client_ca = cert, key, client_ca
-        paths = (cert, key, client_ca) if client_ca is not None else (cert, key)
-        self.watched = Watched("the TLS certificate", paths, self._read)
-        self._given: object = self.watched.value
+    watched: Watched[Any]
+
+    def __init__(self, files: Mapping[str, tuple[str, str]]) -> None:
+        self._files = files
+        self._validities: dict[str, tuple[float, float] | None] = {}
         self._told: dict[str, str] = {}
 
     @property
     def troubles(self) -> dict[str, UprError | None]:
         """By file, why those that are there now cannot be used; else that a certificate has expired, or soon will."""
-        found = self._endings()
-        return found | {CERTIFICATE: self.watched.problem or found[CERTIFICATE]}
+        found, first = self._endings(), next(iter(self._files))
+        return found | {first: self.watched.problem or found[first]}
 
     @property
     def ends(self) -> dict[str, float]:
@@ -197,12 +193,7 @@ class Certificates:
         (first, last), now = validity, time.time()
         if now < last - min(ENDS_SOON * (last - first), ENDS_SECONDS):
             return None
-        if file == CERTIFICATE:
-            what = "the TLS certificate"
-            hint = f"put a new one into {self._cert}, and its key into {self._key}: they are read again"
-        else:
-            what = "the certificate of an authority of clients"
-            hint = f"put a new one into {self._client_ca}, or take it out: the file is read again"
+        what, hint = self._files[file]
         return UprError(
             f"{what} {'has expired' if now > last else 'expires'} "
             f"at {datetime.fromtimestamp(last, UTC):%Y-%m-%dT%H:%M:%SZ}",
@@ -217,6 +208,63 @@ class Certificates:
             if reason and reason != self._told.get(file):
                 log.error("a certificate expires, or has expired", extra={"error": str(ending)})
             self._told[file] = reason
+
+
+def _of_authority(whose: str, path: Path | None) -> tuple[str, str]:
+    return (
+        f"the certificate of an authority of {whose}",
+        f"put a new one into {path}, or take it out: the file is read again",
+    )
+
+
+class Authorities(Expiring):
+    """Authorities of servers that this one calls; whoever calls them reads the file as well.
+
+    Raises:
+        UprError: the file cannot be used.
+    """
+
+    def __init__(self, file: str, whose: str, path: Path) -> None:
+        super().__init__({file: _of_authority(whose, path)})
+        self._file, self._path = file, path
+        self.watched = Watched(f"the file of the authorities of {whose}", [path], self._read)
+
+    def _read(self) -> None:
+        _, _, roots = read_tls(None, None, self._path)
+        assert roots is not None
+        self._validities = {self._file: validity_of(roots)}
+
+
+class Certificates(Expiring):
+    """The server's certificate and key, and the authority of its clients' certificates.
+
+    Args:
+        client_ca: PEM file of the authorities whose certificates every client must show one of; None for none.
+
+    Raises:
+        InvalidArgumentError: a path is given without the one that goes with it.
+        UprError: the files cannot be used.
+    """
+
+    watched: Watched[grpc.ServerCertificateConfiguration]
+
+    def __init__(self, cert: Path | None, key: Path | None, client_ca: Path | None) -> None:
+        if cert is None or key is None:
+            raise InvalidArgumentError(
+                "--tls-cert, --tls-key and --tls-client-ca are not all that they need; must be a certificate with its key",
+                hint="give --tls-cert and --tls-key, and --tls-client-ca where clients show certificates",
+            )
+        anew = f"put a new one into {cert}, and its key into {key}: they are read again"
+        super().__init__(
+            {
+                CERTIFICATE: ("the TLS certificate", anew),
+                CLIENT_CA: _of_authority("clients", client_ca),
+            }
+        )
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        paths = (cert, key, client_ca) if client_ca is not None else (cert, key)
+        self.watched = Watched("the TLS certificate", paths, self._read)
+        self._given: object = self.watched.value
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         chain, key, roots = read_tls(self._cert, self._key, self._client_ca)
