@@ -189,15 +189,15 @@ def test_the_end_of_a_certificate_is_told_before(
     authorities.write_bytes(later + sign_anew(tmp_path, first, last))
     certificates = Certificates(own / "chain.pem", own / "key.pem", authorities)
     ends, hour = datetime.strptime(last, "%Y%m%d%H%M%S%z"), timedelta(hours=1)
-    assert certificates.ends["client_ca"] == ends.timestamp()
+    assert certificates.expiring.ends["client_ca"] == ends.timestamp()
     for at, reason in (
         (ends - before - hour, None),
         (ends - before + hour, "CERTIFICATE_EXPIRES"),
         (ends + hour, "CERTIFICATE_EXPIRED"),
     ):
         monkeypatch.setattr(time, "time", at.timestamp)
-        assert certificates.troubles["certificate"] is None
-        problem = certificates.troubles["client_ca"]
+        assert certificates.expiring.troubles["certificate"] is None
+        problem = certificates.expiring.troubles["client_ca"]
         assert (problem and problem.reason) == reason
     assert problem is not None
     assert f"{ends:%Y-%m-%d}" in str(problem)

@@ -28,10 +28,10 @@ from upr.service.access.files import (
     IDENTITIES,
     LOOK_SECONDS,
     PEER_CA,
-    Authorities,
     Certificates,
     Expiring,
     Watched,
+    authorities,
 )
 from upr.service.access.identities import Identity
 from upr.service.access.rules import Access
@@ -539,11 +539,13 @@ async def serve(config: ServerConfig, replicate: Replicate | None = None) -> int
     return 0 if await server.stop() else 1
 
 
-def _expiring(config: ServerConfig, tls: Certificates | None) -> list[Expiring]:
+def _expiring(config: ServerConfig, tls: Certificates | None) -> list[Expiring[Any]]:
     """Return the files of a server that have certificates."""
     others = (
         (PEER_CA, "the other servers of the set", config.peer_ca),
         (CLUSTER_CA, "etcd", config.cluster_ca),
     )
-    found = [Authorities(file, whose, path) for file, whose, path in others if path is not None]
-    return [*found, tls] if tls is not None else [*found]
+    found: list[Expiring[Any]] = [
+        authorities(file, whose, path) for file, whose, path in others if path is not None
+    ]
+    return found if tls is None else [*found, tls.expiring]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import grpc
 
@@ -156,22 +156,37 @@ class Watched(Generic[_T]):
         return True
 
 
-class Expiring:
+class Expiring(Generic[_T]):
     """Files with certificates, of whose end is told.
 
     Args:
         files: of each file, what the certificate in it is, and what is to be done when that ends.
+        read: returns the value that is made of them, and what each of them has.
 
     Attributes:
-        watched: reads them again when they change.
+        watched: the value, which is made again when they change.
+
+    Raises:
+        UprError: they cannot be used.
     """
 
-    watched: Watched[Any]
-
-    def __init__(self, files: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        what: str,
+        paths: Sequence[Path],
+        files: Mapping[str, tuple[str, str]],
+        read: Callable[[], tuple[_T, Mapping[str, bytes]]],
+    ) -> None:
         self._files = files
+        self._read = read
         self._validities: dict[str, tuple[float, float] | None] = {}
         self._told: dict[str, str] = {}
+        self.watched = Watched(what, paths, self._load)
+
+    def _load(self) -> _T:
+        value, found = self._read()
+        self._validities = {file: validity_of(pem) for file, pem in found.items()}
+        return value
 
     @property
     def troubles(self) -> dict[str, UprError | None]:
@@ -217,25 +232,23 @@ def _of_authority(whose: str, path: Path | None) -> tuple[str, str]:
     )
 
 
-class Authorities(Expiring):
-    """Authorities of servers that this one calls; whoever calls them reads the file as well.
+def authorities(file: str, whose: str, path: Path) -> Expiring[None]:
+    """Return the authorities of servers that this one calls; whoever calls them reads the file as well.
 
     Raises:
         UprError: the file cannot be used.
     """
 
-    def __init__(self, file: str, whose: str, path: Path) -> None:
-        super().__init__({file: _of_authority(whose, path)})
-        self._file, self._path = file, path
-        self.watched = Watched(f"the file of the authorities of {whose}", [path], self._read)
-
-    def _read(self) -> None:
-        _, _, roots = read_tls(None, None, self._path)
+    def read() -> tuple[None, Mapping[str, bytes]]:
+        _, _, roots = read_tls(None, None, path)
         assert roots is not None
-        self._validities = {self._file: validity_of(roots)}
+        return None, {file: roots}
+
+    files = {file: _of_authority(whose, path)}
+    return Expiring(f"the file of the authorities of {whose}", [path], files, read)
 
 
-class Certificates(Expiring):
+class Certificates:
     """The server's certificate and key, and the authority of its clients' certificates.
 
     Args:
@@ -246,8 +259,6 @@ class Certificates(Expiring):
         UprError: the files cannot be used.
     """
 
-    watched: Watched[grpc.ServerCertificateConfiguration]
-
     def __init__(self, cert: Path | None, key: Path | None, client_ca: Path | None) -> None:
         if cert is None or key is None:
             raise InvalidArgumentError(
@@ -255,38 +266,36 @@ class Certificates(Expiring):
                 hint="give --tls-cert and --tls-key, and --tls-client-ca where clients show certificates",
             )
         anew = f"put a new one into {cert}, and its key into {key}: they are read again"
-        super().__init__(
-            {
-                CERTIFICATE: ("the TLS certificate", anew),
-                CLIENT_CA: _of_authority("clients", client_ca),
-            }
-        )
+        files = {
+            CERTIFICATE: ("the TLS certificate", anew),
+            CLIENT_CA: _of_authority("clients", client_ca),
+        }
         self._cert, self._key, self._client_ca = cert, key, client_ca
         paths = (cert, key, client_ca) if client_ca is not None else (cert, key)
-        self.watched = Watched("the TLS certificate", paths, self._read)
-        self._given: object = self.watched.value
+        self.expiring = Expiring("the TLS certificate", paths, files, self._read)
+        self._given: object = self.expiring.watched.value
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
+    def _read(self) -> tuple[grpc.ServerCertificateConfiguration, Mapping[str, bytes]]:
         chain, key, roots = read_tls(self._cert, self._key, self._client_ca)
         assert chain is not None
         assert key is not None
-        self._validities = {CERTIFICATE: validity_of(chain)}
+        found = {CERTIFICATE: chain}
         if roots is not None:
-            self._validities[CLIENT_CA] = validity_of(roots)
-        return grpc.ssl_server_certificate_configuration([(key, chain)], roots)
+            found[CLIENT_CA] = roots
+        return grpc.ssl_server_certificate_configuration([(key, chain)], roots), found
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return what a port is opened with; each new connection gets the newest certificate."""
         # (The stubs do not know that None means no change.)
         return grpc.dynamic_ssl_server_credentials(
-            self.watched.value,
+            self.expiring.watched.value,
             self._newest,  # type: ignore[arg-type]
             self._client_ca is not None,
         )
 
     def _newest(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the newest configuration; None if gRPC has it. gRPC asks before each handshake."""
-        newest = self.watched.value
+        newest = self.expiring.watched.value
         if newest is self._given:
             return None
         self._given = newest
