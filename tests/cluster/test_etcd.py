@@ -121,6 +121,8 @@ async def test_an_etcd_that_is_stopped_or_away_is_told_in_time(tmp_path: Path) -
         with pytest.raises(UnavailableError, match=r"etcd at 127\.0\.0\.1:9: "):
             await client.read(b"/s/")
         assert not (await client.read(b"/s/")).entries
+        watching = Etcd(etcd.endpoints)
+        after = (await watching.read(b"/s/")).revision
         (process,) = etcd.processes
         process.send_signal(signal.SIGSTOP)
         # Until all its threads have stopped it may answer.
@@ -129,6 +131,8 @@ async def test_an_etcd_that_is_stopped_or_away_is_told_in_time(tmp_path: Path) -
             client.read(b"/s/"),
             client.swap(b"/s/a", b"", 0),
             client.session(b"/", b"", 5, lambda: None),
+            # Also for want of a word that it watches: the read behind it would wait once more.
+            watching.changed(b"/s/", after),
         ):
             began = time.monotonic()
             with pytest.raises(UnavailableError):
@@ -136,6 +140,7 @@ async def test_an_etcd_that_is_stopped_or_away_is_told_in_time(tmp_path: Path) -
             assert time.monotonic() - began < CALL_SECONDS + 30
         process.send_signal(signal.SIGCONT)
         await client.close()
+        await watching.close()
 
 
 async def test_one_that_is_far_away_can_be_connected(etcd: RunningEtcd) -> None:

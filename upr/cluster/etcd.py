@@ -209,6 +209,7 @@ class Etcd:
         async def do(channel: grpc.aio.Channel, metadata: Any) -> None:
             watch: Any = stubs.WatchStub(channel)
             call = watch.Watch(metadata=metadata)
+            told = None
             try:
                 # Not by a deadline of gRPC, whose end etcd tells under several codes, and no change is no failure.
                 async with asyncio.timeout(CALL_SECONDS):
@@ -218,7 +219,9 @@ class Etcd:
                         if told.events or told.canceled:
                             return
             except TimeoutError:
-                pass
+                # etcd says at once that it watches; one that does not is silent, and the next call goes to another.
+                if told is None:
+                    raise
             finally:
                 call.cancel()
 
