@@ -587,6 +587,25 @@ def test_what_goes_on_has_not_ended_where_an_interrupt_meets_the_question() -> N
     assert background.has_ended
 
 
+def test_what_an_interrupt_met_while_it_began_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever began it does not have it, and begins another one."""
+    done, threads, start = list[int](), list[threading.Thread](), threading.Thread.start
+
+    def interrupted_behind(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "upr-test":
+            threads.append(thread)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted_behind)
+        with pytest.raises(KeyboardInterrupt):
+            Background(partial(done.append, 1), "upr-test", partial(done.append, 2))
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+    assert done == []
+
+
 def test_a_flag_wakes_all_that_wait_and_only_once_it_is_set() -> None:
     flag, woken = Event(), Queue[bool]()
     assert not flag.wait(0.01)

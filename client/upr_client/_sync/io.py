@@ -210,8 +210,11 @@ class Background:
     ) -> None:
         # Not asked of the thread: that calls itself ended where an interrupt meets the question.
         self.has_ended = False
+        known: SimpleQueue[bool] = SimpleQueue()
 
         def run() -> None:
+            if not known.get():
+                return
             try:
                 work()
             finally:
@@ -221,7 +224,13 @@ class Background:
 
         # A daemon, so that a program that ends without closing its client is not held up.
         self._thread = threading.Thread(target=run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+            known.put(True)
+        except BaseException:
+            # An interrupt, while it waited for the thread to be there: of that nobody knows, and another one does its work.
+            known.put(False)
+            raise
 
     def join(self) -> None:
         """Wait for its end."""
