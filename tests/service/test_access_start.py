@@ -6,6 +6,7 @@ import sys
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -138,7 +139,7 @@ def test_a_certificate_that_has_expired_is_told(tmp_path: Path, file: str) -> No
         ("--tls-client-ca", "--peer-ca", "--cluster-ca"), files[1:], strict=True
     ):
         tls += [option, str(tmp_path / name / "chain.pem")]
-    tls += ["--http", "127.0.0.1:0"]
+    tls += ["--http", "127.0.0.1:0", "--cluster", "etcd://127.0.0.1:9/nobody"]
     shown = f"Bearer {add_identity(tmp_path / 'identities', 'a', {'read': None})}"
     server = RunningServer(tmp_path, *tls, "--tokens", str(tmp_path / "identities"))
 
@@ -146,11 +147,14 @@ def test_a_certificate_that_has_expired_is_told(tmp_path: Path, file: str) -> No
         found = numbers(http_of(server), shown)
         return {labels: value for (title, labels), value in found.items() if title == name}
 
+    def problems(client: Client) -> list[Any]:
+        found = client.admin.status().problems
+        return [one for one in found if one.reason == "CERTIFICATE_EXPIRED"]
+
     try:
         server.start()
         with Client(f"unix:{server.data}/admin.sock") as client:
-            (problem,) = client.admin.status().problems
-            assert problem.reason == "CERTIFICATE_EXPIRED"
+            (problem,) = problems(client)
             assert str(expired / "chain.pem") in problem.hint
             wait_until(lambda: "certificate" in server.log_text(), server.log_text)
             fine = dict.fromkeys((*files, "identities"), 0.0)
@@ -158,11 +162,16 @@ def test_a_certificate_that_has_expired_is_told(tmp_path: Path, file: str) -> No
             ends = told("upr_certificate_expires_timestamp_seconds")
             assert {name for name, end in ends.items() if end < time.time()} == {file}
             make_certificate(expired)
-            wait_until(lambda: not client.admin.status().problems, server.log_text)
+            wait_until(lambda: not problems(client), server.log_text)
             assert told("upr_file_trouble") == fine
         assert server.log_text().count("certificate expires, or has expired") == 1
     finally:
         server.close()
+
+
+def test_the_authorities_of_an_etcd_that_is_not_called_are_not_read(tmp_path: Path) -> None:
+    server = RunningServer(tmp_path, "--cluster-ca", str(tmp_path / "none")).start()
+    server.close()
 
 
 @pytest.mark.parametrize(

@@ -543,7 +543,8 @@ def _expiring(config: ServerConfig, tls: Certificates | None) -> list[Expiring[A
     """Return the files of a server that have certificates."""
     others = (
         (PEER_CA, "the other servers of the set", config.peer_ca),
-        (CLUSTER_CA, "etcd", config.cluster_ca),
+        # Without a cluster nobody reads it.
+        (CLUSTER_CA, "etcd", config.cluster_ca if config.cluster else None),
     )
     found: list[Expiring[Any]] = [
         authorities(file, whose, path) for file, whose, path in others if path is not None
