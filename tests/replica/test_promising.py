@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from tests.client.certificates import make_certificate
 from tests.engine.buckets import bucket
-from tests.harness import WAIT_SECONDS
+from tests.harness import WAIT_SECONDS, pass_turns, until
+from tests.replica.members import Start, start_set
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, REPLICA
 from upr.replica.inventory import Promoted, held_of
@@ -88,6 +89,42 @@ async def test_who_could_not_step_down_whole_does_it_with_the_next_call_or_round
     for _ in range(2):
         await ownership._round()
     assert len(calls) == 4
+
+
+@pytest.mark.asyncio
+async def test_nobody_is_active_again_before_it_has_stepped_down_whole(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, _ = await start_set(start)
+    ownership, host, calls = owner.ownership, owner.host, list[bool]()
+    step_down, met = host.step_down, list[None]()
+    meet_all = ownership.peers.meet_all
+
+    async def steps_down(*, fenced: bool) -> None:
+        calls.append(fenced)
+        await step_down(fenced=fenced)
+        if len(calls) == 1:
+            raise OSError("no room")
+
+    async def meet(*arguments: Any) -> None:
+        await meet_all(*arguments)
+        met.append(None)
+
+    monkeypatch.setattr(host, "step_down", steps_down)
+    monkeypatch.setattr(ownership.peers, "meet_all", meet)
+    # As a promise that is asked of it meanwhile, and that it does not give.
+    async with ownership._changing:
+        with pytest.raises(OSError, match="no room"):
+            await ownership.step_down(fenced=True)
+        met.clear()
+        await until(lambda: met)
+        await pass_turns(100)
+    await until(lambda: ownership.active)
+    assert len(calls) == 2
+    met.clear()
+    await until(lambda: len(met) > 1)
+    assert ownership.active
+    assert len(calls) == 2
 
 
 @pytest.mark.asyncio

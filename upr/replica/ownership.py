@@ -802,7 +802,10 @@ class Ownership:
         # Only then: while nothing can be stored, the rest of the round has to go on.
         if self.peers.addresses != dict(self._catalog.standing.addresses):
             await self.store(lambda standing: standing)
-        if self._is_stepping_down and not self._changing.locked():
+        if self._is_stepping_down:
+            if self._changing.locked():
+                # What it waited for would become active half stepped down, and step down with the next round.
+                return
             async with self._changing:
                 await self.step_down(fenced=True)
         if self.active and not self.standing.owns:
