@@ -383,13 +383,16 @@ def test_a_cut_that_could_not_be_forgotten_for_lack_of_memory_is_forgotten_later
     def fails(*_: object, **__: object) -> None:
         raise MemoryError
 
-    (ended,) = of.cuts.ended(5)
-    with monkeypatch.context() as without_memory:
-        without_memory.setattr(np, "full", fails)
-        with pytest.raises(MemoryError):
-            of.cuts.forget(ended)
-    assert of.cuts.pinned(A) == pinned
-    assert of.cuts.ended(5) == [ended]
+    (ended,), dropped = of.cuts.ended(5), list[list[int]]()
+    of.cuts.on_dropped = dropped.append
+    for owner, name in ((np, "full"), (of.cuts, "on_dropped")):
+        with monkeypatch.context() as without_memory:
+            without_memory.setattr(owner, name, fails)
+            with pytest.raises(MemoryError):
+                of.cuts.forget(ended)
+        assert of.cuts.pinned(A) == pinned
+        assert of.cuts.ended(5) == [ended]
     of.cuts.forget(ended)
+    assert dropped == [[A]]
     assert (of.cuts.ended(5), of.cuts.pinned(A)) == ([], ())
     assert int(of.cuts.lowest()[A]) == NO_PIN

@@ -245,13 +245,13 @@ class Cuts:
         held = [other for other in self._held if other is not cut]
         none = np.full(PARTITIONS, NO_PIN, np.uint64)
         self._lowest = np.min([none, *(c.seqnos for c in held)], axis=0)
-        self._held = held
         free = cut.seqnos != NO_PIN
-        for other in self._held:
+        for other in held:
             # A cut is replaced by what it has become, and the pins of a join rise in few partitions at a time.
             free &= other.seqnos != cut.seqnos
         if free.any():
             self.on_dropped(np.flatnonzero(free).tolist())
+        self._held = held
 
     def _hold(self, cut: Cut) -> None:
         self._held.append(cut)
