@@ -90,8 +90,9 @@ class Keeper:
         self._read_at = self._served_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for work in (self._keep_key, self._watch, self._decide):
-                    tasks.create_task(lasting(functools.partial(work, ownership)))
+                tasks.create_task(lasting(lambda: self._keep_key(ownership)))
+                tasks.create_task(lasting(self._watch))
+                tasks.create_task(lasting(lambda: self._decide(ownership)))
         finally:
             await self._registry.close()
 
@@ -158,7 +159,7 @@ class Keeper:
         failed = ownership.inventory.failure is not None and not ownership.active
         return failed and owner == ownership.standing.directory
 
-    async def _watch(self, _: Ownership) -> None:
+    async def _watch(self) -> None:
         """Read all that is kept of the cluster whenever it changes."""
         while True:
             try:
