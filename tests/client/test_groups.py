@@ -333,9 +333,12 @@ async def test_what_another_member_had_while_on_assigned_ran_is_assigned_anew(ta
             await until(lambda: len(handed[0] | handed[1]) == CHANGES)
             member.stop()
             await iterating
-    assert told[:2] == [("assigned", 1024), ("revoked", 512)]
-    # On a busy machine the lease of the others may end too, before these are its own again.
-    assert "assigned" in [what for what, _ in told[2:]]
+    owned = list(
+        itertools.accumulate(count if what == "assigned" else -count for what, count in told)
+    )
+    assert owned[:2] == [1024, 512]
+    # On a busy machine the lease of the others may end first.
+    assert 1024 in owned[2:]
     assert not handed[0] & handed[1]
 
 
