@@ -16,7 +16,7 @@ from upr.engine.follower import Follower
 from upr.engine.partitions import ACTIVE, DEAD, Partitions
 from upr.engine.recovery import recover
 from upr.engine.streams import FollowOptions, Started, StartRequest
-from upr.engine.tail import GATHER_MICROS, MARK_EVERY, SMALL_BYTES, WINDOW_BYTES
+from upr.engine.tail import GATHER_MICROS, MARK_EVERY, SMALL_BYTES, WINDOW_BYTES, Shared
 from upr.storage.journal import Commit
 from upr_protocol.block import (
     FurtherColumn,
@@ -56,7 +56,7 @@ def blocks_of(follower: Follower) -> list[bytes]:
     found: list[bytes] = []
     while (frame := follower.next_frame()) is not None:
         found += frame.blocks
-        follower.credit.give_back(frame.size)
+        follower.credit.give_back(frame.cost)
     return found
 
 
@@ -304,6 +304,7 @@ def test_who_is_behind_gets_single_commits_as_bulk(
     blocks = blocks_of(follow(b))
     monkeypatch.setattr(tail_module, "join_entries", lambda _: None)
     b.tail._windows.clear()
+    b.tail.shared = Shared()
     single = blocks_of(follow(b))
     assert len(single) == 3000
     assert len(blocks) < 3000 / 7
@@ -315,6 +316,8 @@ def test_who_is_behind_gets_single_commits_as_bulk(
 @pytest.mark.parametrize("end", ["until_exact", "until_seqno"])
 def test_a_window_does_not_reach_beyond_the_end_of_a_stream(end: str) -> None:
     b = many_commits(3000, 1)
+    # One without an end, whose windows do.
+    assert len(blocks_of(follow(b))) < 3000 / 7
     follower = Follower(b, FollowOptions(), CreditWindow(1 << 23), lambda: None)
     ends = {p: int(high // 2) for p, high in enumerate(b.partitions.high) if high > 1}
     for p, until in ends.items():

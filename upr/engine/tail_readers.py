@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upr.engine.streams import Messages
-from upr.engine.tail import Tail, TailEntry, join_encoded
+from upr.engine.tail import WINDOW_BYTES, Tail, TailEntry, join_encoded
 from upr.storage.blocks import FEW_RUNS, joined_runs, summary
 from upr.storage.journal import NumberedWrite
 from upr.storage.read import EVERYTHING, Showing
@@ -243,7 +243,7 @@ class TailReaders:
         enough = min(end, first + SPAN_AT_ONCE)
         state = (seqno, horizon, until, limit, stable)
         while True:
-            span = self._span(first, self._fitting(group, first, end, state, max_bytes))
+            span = self._span(group, first, end, state, max_bytes)
             taken = self._select(group, first, span, state, max_bytes)
             selection = taken.selection
             if taken.beyond is not None or taken.unstable is not None:
@@ -276,12 +276,26 @@ class TailReaders:
             self._tail.shared.put(place, whole, 2 * whole.size)
         return whole
 
-    def _fitting(
-        self, group: _Group, first: int, end: int, state: _State, max_bytes: int
-    ) -> _Pieces:
-        """Return entries that together fill a frame for a reader of all partitions: at least one."""
+    def _span(self, group: _Group, first: int, end: int, state: _State, max_bytes: int) -> _Span:
+        """Return entries that together fill a frame for a reader of all partitions, at least one, with their runs."""
         # A window has no writes.
-        many = np.count_nonzero(group.members) >= WINDOW_MEMBERS_MIN and not self._showing.writes
+        many = not self._showing.writes and group.members.sum() >= WINDOW_MEMBERS_MIN
+        # What suits one reader of everything suits all that stand there: not to be put together for each of them.
+        is_common = not _has_bounds(state) and max_bytes >= WINDOW_BYTES
+        place = ("span", first, end, many)
+        known = self._tail.shared.get(place) if is_common else None
+        if isinstance(known, _Span):
+            return known
+        span = _Span.of(self._fitting(group, first, end, state, max_bytes, many))
+        if is_common:
+            size = sum([entry.size + _PLACE_BYTES for entry in span.entries])
+            self._tail.shared.put(place, span, size)
+        return span
+
+    def _fitting(
+        self, group: _Group, first: int, end: int, state: _State, max_bytes: int, many: bool
+    ) -> _Pieces:
+        """Return entries, and with ``many`` windows of them, that together fill a frame: at least one."""
         pieces: _Pieces = []
         size = 0
         while first < end and len(pieces) < ENTRIES_AT_ONCE:
@@ -299,17 +313,6 @@ class TailReaders:
             pieces.append(window)
             first = window[1]
         return pieces
-
-    def _span(self, first: int, pieces: _Pieces) -> _Span:
-        """Return the pieces with their runs, which another reader may have put end to end."""
-        place = (first, *(after for _, after in pieces))
-        known = self._tail.shared.get(place)
-        if isinstance(known, _Span):
-            return known
-        span = _Span.of(pieces)
-        size = sum([entry.size + _PLACE_BYTES for entry in span.entries])
-        self._tail.shared.put(place, span, size)
-        return span
 
     def _select(
         self,
@@ -428,11 +431,16 @@ class TailReaders:
             self.waiting.add(partitions, taken.unstable["horizon"], taken.first)
 
 
+def _has_bounds(state: _State) -> bool:
+    """Return whether a stream has an end, a limit, or waits for what is stable."""
+    return any([bound is not None for bound in state[2:]])
+
+
 def _reaches_beyond(group: _Group, runs: Runs, state: _State) -> bool:
     """Return whether a run ends above where a stream of the group ends, or above what it may be sent."""
-    _, _, until, limit, stable = state
-    if until is None and limit is None and stable is None:
+    if not _has_bounds(state):
         return False
+    _, _, until, limit, stable = state
     partitions = runs["partition"]
     beyond = np.zeros(len(runs), bool)
     if until is not None:
