@@ -9,6 +9,7 @@ from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import (
     CREDIT_BYTES,
     CREDIT_BYTES_MAX,
+    CREDIT_FRAMES,
     CREDIT_RETURN_FRACTION,
     HEARTBEAT_SECONDS_MAX,
     HEARTBEAT_SECONDS_MIN,
@@ -39,7 +40,8 @@ class CreditWindow:
 
     Attributes:
         window: bytes that may be outstanding, 1 to ``CREDIT_BYTES_MAX``.
-        outstanding: bytes sent and not yet given back; above the window only while one larger message is out.
+        outstanding: what was sent costs, and was not yet given back, in bytes; above the window only by what a small frame
+            costs beyond its size, or while one larger message is out.
 
     Raises:
         InvalidArgumentError: the window is out of range.
@@ -60,8 +62,10 @@ class CreditWindow:
         left = self.window - self.outstanding
         return size <= left or self.outstanding * CREDIT_RETURN_FRACTION < self.window
 
-    def spend(self, size: int) -> None:
-        """Count ``size`` bytes (0 or more) as sent.
+    def spend(self, size: int) -> int:
+        """Count a frame of ``size`` bytes (0 or more) as sent. Return what it costs: at least a CREDIT_FRAMES-th of the window.
+
+        So a receiver that is slow has few frames before it, and what comes meanwhile goes together in the next one.
 
         Raises:
             InvalidArgumentError: it is negative or ``may_send`` says no; nothing was changed.
@@ -70,7 +74,9 @@ class CreditWindow:
             raise InvalidArgumentError(
                 f"{size} bytes do not fit: {self.outstanding} of {self.window} are outstanding"
             )
-        self.outstanding += size
+        cost = max(size, self.window // CREDIT_FRAMES)
+        self.outstanding += cost
+        return cost
 
     def give_back(self, size: int) -> None:
         """Count ``size`` bytes (0 or more) as consumed by the peer; more than is outstanding means all of it."""

@@ -87,6 +87,8 @@ CREDIT_BYTES: Final = 8 * 2**20
 CREDIT_BYTES_MAX: Final = 256 * 2**20
 CREDIT_RETURN_FRACTION: Final = 4
 """A consumer returns credit when a quarter of its window is consumed."""
+CREDIT_FRAMES: Final = 32
+"""Frames that may be on their way to a consumer: each costs at least this part of its window."""
 
 SECONDS_MAX: Final = 1e9
 """Longest time that a caller may give to something, 31 years: threads and gRPC take no more than about ten times that."""

@@ -288,7 +288,8 @@ def run_block(
 def frame(*runs: tuple[int, Block]) -> Send:
     """A frame of (token, block of one run) pairs."""
     tokens = np.array([token for token, _ in runs], "<u4").tobytes()
-    encoded = encode_frame([encode_block(block) for _, block in runs], tokens)
+    blocks = [encode_block(block) for _, block in runs]
+    encoded = encode_frame(blocks, tokens, sum(map(len, blocks)))
     return Send(stream_pb2.FollowResponse.FromString(encoded))
 
 

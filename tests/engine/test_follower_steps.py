@@ -19,7 +19,15 @@ from tests.raw import all_rows
 from upr.engine.bucket import Bucket
 from upr.engine.follower import FRAMES_UNTIL_JOINED, READ_PARTITIONS, Follower
 from upr.engine.partitions import REPLICA
-from upr.engine.streams import STOPPED, FollowOptions, Refused, RolledBack, Started, StartRequest
+from upr.engine.streams import (
+    STOPPED,
+    FollowOptions,
+    FrameOut,
+    Refused,
+    RolledBack,
+    Started,
+    StartRequest,
+)
 from upr.engine.tail import MARK_EVERY
 from upr.engine.tail_readers import ENTRIES_AT_ONCE
 from upr.storage.blocks import Encoded
@@ -27,7 +35,7 @@ from upr.storage.read import ReadResult
 from upr_protocol.block import Block, block_values, build_block, make_runs, sealed
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, StorageFailedError
 from upr_protocol.flow import CreditWindow
-from upr_protocol.limits import FRAME_BYTES
+from upr_protocol.limits import CREDIT_FRAMES, FRAME_BYTES
 from upr_protocol.wire.codec import decode_block
 
 
@@ -230,7 +238,25 @@ def test_a_disk_follower_and_its_credit_end_where_they_must() -> None:
     commit(b)
     frame = follower.next_frame()
     assert frame is not None
-    assert follower.credit.outstanding == frame.size == len(frame.blocks[0])
+    assert frame.size == len(frame.blocks[0]) < (1 << 20) // CREDIT_FRAMES
+    assert follower.credit.outstanding == frame.cost == (1 << 20) // CREDIT_FRAMES
+
+
+def test_what_comes_while_small_frames_wait_to_be_consumed_goes_together() -> None:
+    b = bucket()
+    follower = Follower(b, FollowOptions(), CreditWindow(), lambda: None)
+    follower.start([StartRequest(MINE, None, 0, None)])
+    sent: list[FrameOut] = []
+    for _ in range(CREDIT_FRAMES + 200):
+        write(b, MINE)
+        commit(b)
+        if (frame := follower.next_frame()) is not None:
+            sent.append(frame)
+    assert [frame.rows for frame in sent] == [1] * CREDIT_FRAMES
+    follower.credit.give_back(sent[0].cost)
+    rest = follower.next_frame()
+    assert rest is not None
+    assert (rest.rows, follower.next_frame()) == (200, None)
 
 
 def test_until_in_the_tail_sends_nothing_above_its_end() -> None:

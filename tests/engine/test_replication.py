@@ -67,7 +67,7 @@ def received(follower: Follower) -> list[tuple[Block, bytes, list[NumberedWrite]
     found = []
     while (frame := follower.next_frame()) is not None:
         sent = wire.FollowResponse.FromString(
-            encode_frame(frame.blocks, frame.tokens, b"", frame.writes)
+            encode_frame(frame.blocks, frame.tokens, frame.cost, b"", frame.writes)
         ).frame
         data = [block.SerializeToString() for block in sent.blocks]
         blocks = [decode_block(one) for one in data]

@@ -15,7 +15,7 @@ from upr.engine.tail import Shared
 from upr.service.conversation import Conversation
 from upr_protocol.block import build_block
 from upr_protocol.flow import CreditWindow, Liveness
-from upr_protocol.limits import PARTITIONS, SHARED_BYTES
+from upr_protocol.limits import CREDIT_FRAMES, PARTITIONS, SHARED_BYTES
 from upr_protocol.position_table import START
 from upr_protocol.wire.codec import block_from_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
@@ -31,11 +31,12 @@ class Reader:
     options: FollowOptions
     partitions: list[int] = field(default_factory=lambda: list(range(PARTITIONS)))
     tokens: int = 0
+    credit: int = 1 << 26
     messages: list[Any] = field(default_factory=list)
     rows: Rows = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        window, liveness = CreditWindow(1 << 26), Liveness(3600, 0)
+        window, liveness = CreditWindow(self.credit), Liveness(3600, 0)
         self.talk = Conversation(self.bucket, self.options, window, liveness, lambda: None)
         for _ in range(self.tokens):
             # Each start gives its stream a new token.
@@ -55,8 +56,10 @@ class Reader:
                 continue
             encoded = list(saying.message) if self.options.plain_rows else [saying.message]
             self.messages += encoded
-            for data in encoded:
-                frame = wire.FollowResponse.FromString(data).frame
+            frames = [wire.FollowResponse.FromString(data).frame for data in encoded]
+            cost = max(saying.frame.size, self.credit // CREDIT_FRAMES)
+            assert sum(frame.credit_bytes for frame in frames) == cost
+            for frame in frames:
                 self._check_tokens(frame)
                 self.rows += all_rows(map(block_from_message, frame.blocks))
                 self.rows += [
@@ -118,7 +121,15 @@ def test_everybody_gets_exactly_its_rows(seed: int) -> None:
             chosen = list(range(PARTITIONS))
             if rng.random() < 0.3:
                 chosen = sorted(rng.sample(chosen, 600))
-            readers.append(Reader(of, rng.choice(OPTIONS), chosen, rng.choice([0, 0, 2])))
+            readers.append(
+                Reader(
+                    of,
+                    rng.choice(OPTIONS),
+                    chosen,
+                    rng.choice([0, 0, 2]),
+                    rng.choice([1 << 26, 1 << 26, 1 << 25]),
+                )
+            )
         written += write(of, rng)
         for reader in rng.sample(readers, len(readers) * 3 // 4):
             reader.read()

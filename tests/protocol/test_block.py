@@ -425,7 +425,7 @@ def test_splitting_loses_nothing(rows: Rows, limit: int) -> None:
 
 def test_a_frame_of_encoded_blocks_is_a_follow_response() -> None:
     blocks = [numbered([(b"a", b"1")]), numbered([(b"b", b"x" * 70_000)])]
-    frame = encode_frame([encode_block(b) for b in blocks], np.array([1, 2], "<u4").tobytes())
+    frame = encode_frame([encode_block(b) for b in blocks], np.array([1, 2], "<u4").tobytes(), 0)
     message = wire.FollowResponse.FromString(frame)
     assert [table(block_from_message(b)) for b in message.frame.blocks] == [
         table(b) for b in blocks

@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.flow import CreditReturn, CreditWindow, granted_window
-from upr_protocol.limits import CREDIT_BYTES, CREDIT_BYTES_MAX
+from upr_protocol.limits import (
+    CREDIT_BYTES,
+    CREDIT_BYTES_MAX,
+    CREDIT_FRAMES,
+    CREDIT_RETURN_FRACTION,
+)
 
 
 @pytest.mark.parametrize("window", [0, -1, CREDIT_BYTES_MAX + 1])
@@ -91,7 +96,21 @@ def test_a_quarter_of_a_window_that_four_does_not_divide() -> None:
     assert [credit.consumed(1), credit.consumed(1)] == [0, 2]
 
 
-@given(st.integers(1, 64), st.lists(st.integers(0, 100), min_size=1, max_size=60))
+@pytest.mark.parametrize("window", [CREDIT_BYTES, CREDIT_FRAMES, 1000])
+def test_no_more_small_frames_are_out_than_a_window_has_parts(window: int) -> None:
+    sender, receiver = CreditWindow(window), CreditReturn(window)
+    costs = [sender.spend(1) for _ in range(CREDIT_FRAMES)]
+    while sender.may_send(1):
+        costs.append(sender.spend(1))
+    # 1000 is not so many parts of the same size.
+    assert CREDIT_FRAMES <= len(costs) <= CREDIT_FRAMES + 1
+    returned = [receiver.consumed(cost) for cost in costs]
+    assert sum(map(bool, returned)) >= CREDIT_RETURN_FRACTION - 1
+    sender.give_back(sum(returned))
+    assert sender.may_send(1)
+
+
+@given(st.integers(1, 200), st.lists(st.integers(0, 100), min_size=1, max_size=60))
 def test_both_sides_together_never_stall_nor_overrun(window: int, sizes: list[int]) -> None:
     sender, receiver = CreditWindow(window), CreditReturn(window)
     on_the_way: list[int] = []
@@ -104,7 +123,9 @@ def test_both_sides_together_never_stall_nor_overrun(window: int, sizes: list[in
             if returned:
                 sender.give_back(returned)
         before = sender.outstanding
-        sender.spend(size)
-        on_the_way.append(size)
-        assert sender.outstanding <= window or before < window / 4
+        on_the_way.append(sender.spend(size))
+        assert on_the_way[-1] == max(size, window // CREDIT_FRAMES)
+        # What a small frame costs beyond its size may exceed the window.
+        assert sender.outstanding <= window + window // CREDIT_FRAMES or before < window / 4
+        assert before + size <= window or before < window / 4
         assert sender.outstanding == sum(on_the_way) + receiver._held

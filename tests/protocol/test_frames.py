@@ -14,7 +14,7 @@ from upr_client.changes.events import decode_frame
 from upr_client.testing.memory import run_block
 from upr_protocol.wire import frames
 from upr_protocol.wire.codec import compress_block, encode_block, encode_frame
-from upr_protocol.wire.frames import FrameBlock, LargeFrame, response_of
+from upr_protocol.wire.frames import FrameBlock, FrameResponse, response_of
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2
 
@@ -58,7 +58,7 @@ def check_same(data: bytes) -> Any:
             response_of(data)
         return None
     read = response_of(data)
-    if not isinstance(read, LargeFrame):
+    if not isinstance(read, FrameResponse):
         assert read == wanted
         return read
     assert read.WhichOneof("message") == wanted.WhichOneof("message") == "frame"
@@ -81,7 +81,7 @@ def check_same(data: bytes) -> Any:
 @given(frame=FRAMES)
 def test_a_frame_is_read_without_protobuf(frame: wire.Frame) -> None:
     data = wire.FollowResponse(frame=frame).SerializeToString()
-    assert isinstance(check_same(data), LargeFrame)
+    assert isinstance(check_same(data), FrameResponse)
 
 
 @given(frame=FRAMES, further=FURTHER, more=st.none() | UNUSUAL, data=st.data())
@@ -132,7 +132,7 @@ def field(tag: int, value: bytes, length: int | None = None) -> bytes:
 def test_a_block_of_another_shape_is_left_to_protobuf(block: bytes) -> None:
     for behind in (b"", field(0x12, b"1234")):
         data = field(0x1A, field(0x0A, block) + behind)
-        assert not isinstance(check_same(data), LargeFrame)
+        assert not isinstance(check_same(data), FrameResponse)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,10 @@ def test_a_block_of_another_shape_is_left_to_protobuf(block: bytes) -> None:
     ids=["beyond", "into-the-next", "order", "credit", "long-credit", "no-credit"],
 )
 def test_a_frame_of_another_shape_is_left_to_protobuf(frame: bytes) -> None:
-    assert not isinstance(check_same(field(0x1A, frame)), LargeFrame)
+    assert not isinstance(check_same(field(0x1A, frame)), FrameResponse)
     for wrong in (-1, 1):
         read = check_same(field(0x1A, field(0x12, b"tokens"), 8 + wrong))
-        assert not isinstance(read, LargeFrame)
+        assert not isinstance(read, FrameResponse)
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -161,9 +161,9 @@ def test_blocks_are_those_of_protobuf(compressed: bool) -> None:
         rows = [(seqno, b"key-%d" % seqno, b"value" * 40) for seqno in range(1, 40)]
         one = encode_block(run_block(partition, rows, 0, 39, 39, 7))
         encoded.append(compress_block(one) if compressed else one)
-    data = encode_frame(encoded, np.array([1, 2], "<u4").tobytes(), b"purged------")
+    data = encode_frame(encoded, np.array([1, 2], "<u4").tobytes(), 9, b"purged------")
     read = check_same(data)
-    assert isinstance(read, LargeFrame)
+    assert isinstance(read, FrameResponse)
     assert isinstance(read.frame.blocks[0], FrameBlock)
     blocks, tokens = decode_frame(read.frame)  # type: ignore[arg-type]
     wanted, told = decode_frame(wire.FollowResponse.FromString(data).frame)
@@ -176,4 +176,4 @@ def test_small_frames_and_those_of_small_blocks_are_left_to_protobuf() -> None:
     data = wire.FollowResponse(frame=wire.Frame(blocks=blocks)).SerializeToString()
     for least, is_read in ((60, True), (80, False), (10_000, False)):
         with mock.patch.object(frames, "LARGE_BYTES", least):
-            assert isinstance(check_same(data), LargeFrame) == is_read
+            assert isinstance(check_same(data), FrameResponse) == is_read

@@ -11,6 +11,7 @@ from tests.conftest import StartServer
 from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
 from tests.service.keys import some_keys
 from upr_protocol.block import block_keys, block_ops, block_values, build_block, make_runs, sealed
+from upr_protocol.limits import CREDIT_BYTES, CREDIT_FRAMES
 from upr_protocol.wire.codec import block_from_message, block_to_message
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
@@ -151,6 +152,30 @@ async def test_a_second_call_of_the_same_consumer_ends_the_first(
         await fill(writer, 1, 1)
         await second.until("frame")
         await other.until("frame")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("plain", [False, True])
+async def test_a_client_that_is_slow_gets_few_frames_with_much_in_each(
+    target: str, plain: bool
+) -> None:
+    async with RawClient(target) as client:
+        writer = await client.writer("")
+        follow = await client.follow(plain_rows=plain)
+        follow.give_credit = False
+        await follow.start(start_at(1))
+        for _ in range(CREDIT_FRAMES + 100):
+            await fill(writer, 1, 1)
+        costs: list[int] = []
+        while sum(costs) < CREDIT_BYTES:
+            costs.append((await follow.until("frame")).frame.credit_bytes)
+        assert len(costs) == CREDIT_FRAMES
+        await follow.send(credit=wire.Credit(bytes=costs[0]))
+        frame = (await follow.until("frame")).frame
+        ends = [run.end_seqno for run in frame.plain_runs]
+        ends += [run["end_seqno"] for data in frame.blocks for run in block_from_message(data).runs]
+        assert max(ends) == CREDIT_FRAMES + 100
+        await follow.close()
 
 
 async def frames_without_credit(follow: RawFollow, most: int) -> int:

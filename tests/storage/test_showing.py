@@ -114,8 +114,8 @@ def test_plain_rows_are_the_blocks_rows_and_not_larger_than_was_computed(
 ) -> None:
     block = Showing(keys_only=keys_only).of(block)
     tokens = np.arange(token, token + len(block.runs), dtype=np.uint32)
-    (message,) = plain_messages([encode_block(block)], tokens.astype("<u4").tobytes())
-    assert wire.FollowResponse.FromString(message).frame.credit_bytes == len(encode_block(block))
+    (message,) = plain_messages([encode_block(block)], tokens.astype("<u4").tobytes(), 77)
+    assert wire.FollowResponse.FromString(message).frame.credit_bytes == 77
     runs = parsed([message])
     assert [run.token for run in runs] == tokens.tolist()
     fields = ("partition", "start_seqno", "end_seqno", "horizon", "time", "count")
@@ -147,14 +147,13 @@ def test_a_large_run_becomes_several_with_one_horizon(monkeypatch: pytest.Monkey
         )
     )
     tokens = np.array([130, 2], np.uint32)
-    messages = list(plain_messages([encode_block(block)], tokens.tobytes(), b"p" * 12))
+    messages = list(plain_messages([encode_block(block)], tokens.tobytes(), 77, b"p" * 12))
     runs = parsed(messages)
     assert len(messages) > 2
     assert max(map(len, messages)) < 1100
     frames = [wire.FollowResponse.FromString(data).frame for data in messages]
     assert [frame.purge_seqnos for frame in frames] == [b"p" * 12] + [b""] * (len(frames) - 1)
-    costs = [0] * (len(frames) - 1) + [len(encode_block(block))]
-    assert [frame.credit_bytes for frame in frames] == costs
+    assert [frame.credit_bytes for frame in frames] == [0] * (len(frames) - 1) + [77]
     for partition, start, end, horizon in ((3, 5, 65, 65), (9, 0, 40, 44)):
         mine = [run for run in runs if run.partition == partition]
         assert len(mine) > 3
@@ -181,7 +180,7 @@ def test_the_largest_write_of_tiny_rows_fits_into_messages() -> None:
         )
     )
     tokens = np.array([1], np.uint32)
-    messages = list(plain_messages([encode_block(block)], tokens.tobytes()))
+    messages = list(plain_messages([encode_block(block)], tokens.tobytes(), 0))
     assert max(map(len, messages)) < 17 * 2**20
     assert sum(len(run.rows) for run in parsed(messages)) == count
 
@@ -194,4 +193,4 @@ def test_a_block_that_changed_in_memory_is_not_made_into_rows() -> None:
     )
     data[data.index(b"v")] ^= 1
     with pytest.raises(CorruptBlockError):
-        list(plain_messages([bytes(data)], b"\1\0\0\0"))
+        list(plain_messages([bytes(data)], b"\1\0\0\0", 0))

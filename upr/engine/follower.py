@@ -645,7 +645,7 @@ class Follower:
                         self._end_waiting(self._bucket.failure)
                     return None
             if frame is not None:
-                self.credit.spend(frame.size)
+                frame.cost = self.credit.spend(frame.size)
                 is_live = self._live or not (self._has_ends or self._is_reading())
                 self._live = is_live and self._groups.at_end
                 return frame

@@ -295,15 +295,16 @@ class Ended:
     why: EndReason
 
 
-Messages = dict[bool, tuple[bytes, Any]]
-"""Encoded frames of some blocks, by whether they are plain rows, each with its tokens."""
+Messages = dict[bool, tuple[bytes, int, Any]]
+"""Encoded frames of some blocks, by whether they are plain rows, each with its tokens and its cost."""
 
 
 @dataclass(slots=True)
 class FrameOut:
-    """Encoded blocks, the token of each run in them, and their bytes, which count against the credit.
+    """Encoded blocks, the token of each run in them, and their bytes.
 
     Attributes:
+        cost: what it takes of the credit.
         rows: of all blocks together.
         messages: frames of the same blocks that other followers were sent; a new one may be added.
         writes: for a replica: producers' writes in the blocks, each with the number of its block, from 0.
@@ -315,6 +316,7 @@ class FrameOut:
     rows: int
     messages: Messages = field(default_factory=dict)
     writes: Sequence[tuple[int, NumberedWrite]] = ()
+    cost: int = 0
 
 
 Answer = Started | RolledBack | Refused

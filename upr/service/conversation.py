@@ -507,16 +507,16 @@ class Conversation:
             raised = b"".join([_POSITION.pack(*one) for one in told])
         plain = self.follower.options.plain_rows
         if plain and frame.size >= PLAIN_AT_ONCE_BYTES:
-            return Outgoing(plain_messages(frame.blocks, frame.tokens, raised), frame)
-        tokens, message = frame.messages.get(plain, (b"", None))
-        if message is None or tokens != frame.tokens or raised:
+            return Outgoing(plain_messages(frame.blocks, frame.tokens, frame.cost, raised), frame)
+        tokens, cost, message = frame.messages.get(plain, (b"", 0, None))
+        if message is None or tokens != frame.tokens or cost != frame.cost or raised:
             encode: Any = plain_messages if plain else encode_frame
             writes = {"writes": frame.writes} if frame.writes else {}
-            message = encode(frame.blocks, frame.tokens, raised, **writes)
+            message = encode(frame.blocks, frame.tokens, frame.cost, raised, **writes)
             if plain:
                 message = list(message)
             if not raised:
-                frame.messages[plain] = frame.tokens, message
+                frame.messages[plain] = frame.tokens, frame.cost, message
         return Outgoing(iter(message) if plain else message, frame)
 
 

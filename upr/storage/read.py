@@ -72,13 +72,13 @@ class _Part:
 
 
 def plain_messages(
-    blocks: Sequence[bytes], tokens: bytes, purge_seqnos: bytes = b""
+    blocks: Sequence[bytes], tokens: bytes, cost: int, purge_seqnos: bytes = b""
 ) -> Iterator[bytes]:
     """Yield the encoded FollowResponse messages of a frame.
 
     Args:
         blocks: encoded blocks, not compressed.
-        tokens, purge_seqnos: as ``encode_frame`` takes them.
+        tokens, cost, purge_seqnos: as ``encode_frame`` takes them.
 
     Raises:
         CorruptBlockError: a block changed in memory since it was checked.
@@ -97,7 +97,7 @@ def plain_messages(
             _fill(message, block.runs[part.number], part, rows[part.first : part.last])
             size += part.row_bytes
         at += len(block.runs)
-    frame.credit_bytes = sum(map(len, blocks))
+    frame.credit_bytes = cost
     yield wire.FollowResponse(frame=frame).SerializeToString()
 
 

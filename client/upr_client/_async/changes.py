@@ -361,6 +361,8 @@ class AsyncChanges:
     def batches(self) -> "AsyncBatches":
         """Iterate over whole frames, which is many times as fast as change by change.
 
+        Small frames that came while the application was busy are one batch, up to 1 MiB: who is slow gets more at a time.
+
         With ``on_rollback="event"`` and "restart" a ``Rollback`` comes as an item of its own.
         """
         return AsyncBatches(self)
@@ -775,7 +777,7 @@ class AsyncChanges:
 
 
 class AsyncBatches:
-    """Iterates over the frames of an ``AsyncChanges``, and its rollbacks."""
+    """Iterates over the batches of an ``AsyncChanges``, and its rollbacks."""
 
     def __init__(self, changes: AsyncChanges) -> None:
         self._changes = changes

@@ -197,6 +197,14 @@ class Queue(Generic[T]):
                     timer.cancel()
         return self._items.popleft() if self._items else None
 
+    def peek(self) -> T | None:
+        """Return the next item, None when there is none yet; it stays."""
+        return self._items[0] if self._items else None
+
+    def take(self) -> T:
+        """Return the item that ``peek`` saw."""
+        return self._items.popleft()
+
 
 def _wake(waits: asyncio.Future[None] | None) -> None:
     # Whoever was cancelled waits no more.

@@ -47,8 +47,8 @@ from upr_protocol.errors import (
     UnavailableError,
     UprError,
 )
-from upr_protocol.limits import CLIENT_GETS
-from upr_protocol.wire.frames import follower_stub
+from upr_protocol.limits import CLIENT_GETS, FRAME_BYTES
+from upr_protocol.wire.frames import follower_stub, one_frame, small_frame_bytes
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -624,6 +624,8 @@ class Follow:
         self.waits = True
         message = self._inbox.get(seconds)
         self.waits = False
+        if small_frame_bytes(message):
+            return self._with_more(message)
         if message is _WAKE:
             return self.told()
         if message is None:
@@ -631,6 +633,18 @@ class Follow:
                 self._state.check_heard(now(), began + seconds)
             return None
         given: stream_pb2.FollowResponse = self._unless_end(message)
+        return given
+
+    def _with_more(self, message: Any) -> stream_pb2.FollowResponse:
+        """Return a small frame and those right behind it as one, up to FRAME_BYTES: who is slow gets much at a time."""
+        frames, room = [message], FRAME_BYTES - small_frame_bytes(message)
+        while (behind := self._inbox.peek()) is not None:
+            size = small_frame_bytes(behind)
+            if not 0 < size <= room:
+                break
+            frames.append(self._inbox.take())
+            room -= size
+        given: stream_pb2.FollowResponse = one_frame(frames)
         return given
 
     @property

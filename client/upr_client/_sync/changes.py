@@ -362,6 +362,8 @@ class Changes:
     def batches(self) -> "Batches":
         """Iterate over whole frames, which is many times as fast as change by change.
 
+        Small frames that came while the application was busy are one batch, up to 1 MiB: who is slow gets more at a time.
+
         With ``on_rollback="event"`` and "restart" a ``Rollback`` comes as an item of its own.
         """
         return Batches(self)
@@ -776,7 +778,7 @@ class Changes:
 
 
 class Batches:
-    """Iterates over the frames of an ``Changes``, and its rollbacks."""
+    """Iterates over the batches of an ``Changes``, and its rollbacks."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes

@@ -146,16 +146,32 @@ class Queue(Generic[T]):
 
     def __init__(self) -> None:
         self._items: SimpleQueue[T] = SimpleQueue()
+        self._seen: deque[T] = deque()
 
     def put(self, item: T) -> None:
         self._items.put(item)
 
     def get(self, seconds: float | None = None) -> T | None:
         """Return the next item, None when none came in ``seconds``."""
+        if self._seen:
+            return self.take()
         try:
             return self._items.get(timeout=None if seconds is None else max(seconds, 0))
         except Empty:
             return None
+
+    def peek(self) -> T | None:
+        """Return the next item, None when there is none yet; it stays."""
+        try:
+            if not self._seen:
+                self._seen.append(self._items.get_nowait())
+            return self._seen[0]
+        except Empty:
+            return None
+
+    def take(self) -> T:
+        """Return the item that ``peek`` saw."""
+        return self._seen.popleft()
 
 
 class RequestQueue(Generic[T]):

@@ -140,7 +140,7 @@ def changes_in_python(block: Block) -> list[Change]:
 
 
 class ChangeBatch:
-    """Batch of the changes of one frame.
+    """Batch of the changes of a frame, or of small frames that waited together.
 
     Args:
         blocks: the numbered blocks, for programs that take the columns as they are. Small ones of ascending partitions

@@ -140,7 +140,7 @@ class Tuning:
     """Sizes and times of following. The defaults are good for most.
 
     Args:
-        credit_bytes: how much the server may send ahead, 1 byte to 256 MiB.
+        credit_bytes: how much the server may send ahead, 1 byte to 256 MiB, in at most CREDIT_FRAMES frames.
         heartbeat_seconds: 0.05 to 3600; silence for three of them is a lost connection.
         save_seconds: the shortest time between two saves of positions, besides those after a rollback and at the end;
             0 or more.

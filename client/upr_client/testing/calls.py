@@ -592,8 +592,7 @@ class FollowCall:
             self._streams[number] = self._streams.pop(number)
         if not size:
             return None
-        self._credit.spend(size)
-        frame.credit_bytes = size
+        frame.credit_bytes = self._credit.spend(size)
         frame.tokens = np.array(tokens, "<u4").tobytes()
         frame.purge_seqnos = self._raised()
         for number, stream in list(self._streams.items()):

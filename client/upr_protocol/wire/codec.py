@@ -554,6 +554,7 @@ def _varint(value: int) -> bytes:
 def encode_frame(
     blocks: Sequence[bytes],
     tokens: bytes,
+    cost: int,
     purge_seqnos: bytes = b"",
     writes: Sequence[tuple[int, tuple[bytes, int, bytes]]] = (),
 ) -> bytes:
@@ -565,19 +566,17 @@ def encode_frame(
     Args:
         blocks: what encode_block returned, one or several.
         tokens: a uint32 a run over all blocks, little-endian.
+        cost: what it takes of the credit, in bytes.
         purge_seqnos: 12 bytes a partition, see Frame.
         writes: for a replica: the number of a block, from 0, and a write in it: producer, number, run table.
     """
     parts: list[bytes | memoryview] = []
-    credit = 0
     for block in blocks:
-        size = len(block)
-        credit += size
-        parts += (_BLOCK_TAG, _varint(size), block)
+        parts += (_BLOCK_TAG, _varint(len(block)), block)
     parts += _bytes_field(wire.Frame.TOKENS_FIELD_NUMBER, tokens)
     parts += _bytes_field(wire.Frame.PURGE_SEQNOS_FIELD_NUMBER, purge_seqnos)
-    if credit:
-        parts += (_CREDIT_TAG, _varint(credit))
+    if cost:
+        parts += (_CREDIT_TAG, _varint(cost))
     if writes:
         rest = wire.Frame()
         for number_of_block, (producer, number, runs) in writes:

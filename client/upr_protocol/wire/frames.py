@@ -1,9 +1,11 @@
-"""Large frames at a follower, read from their bytes: protobuf's parser would copy each column once more.
+"""Frames at a follower: large ones are read from their bytes, as protobuf's parser would copy each column once more, and
+small ones become one.
 
 What is read here has the attributes of protobuf's messages that a follower looks at, and what anything else is made of
 is not looked at: protobuf reads it, or says what is wrong.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from upr_protocol.wire.codec import varint_at
@@ -44,7 +46,7 @@ class Frame(NamedTuple):
     credit_bytes: int
 
 
-class LargeFrame(NamedTuple):
+class FrameResponse(NamedTuple):
     """As a ``FollowResponse`` that holds a frame."""
 
     frame: Frame
@@ -55,18 +57,34 @@ class LargeFrame(NamedTuple):
 
 
 def response_of(data: bytes) -> Any:
-    """Return a ``FollowResponse``, or a ``LargeFrame`` that has the same in it.
+    """Return a ``FollowResponse``, or a ``FrameResponse`` that has the same in it.
 
     Raises:
         DecodeError: the bytes are none.
     """
     if len(data) >= LARGE_BYTES and data[0] == _FRAME_TAG:
         try:
-            return LargeFrame(_frame(data))
+            return FrameResponse(_frame(data))
         except IndexError:
             # Further columns, fields in another order, or damage.
             pass
     return FollowResponse.FromString(data)
+
+
+def small_frame_bytes(message: Any) -> int:
+    """Return the size of a response that holds a frame which protobuf read, 0 for any other."""
+    is_small = isinstance(message, FollowResponse) and message.HasField("frame")
+    return message.ByteSize() if is_small else 0
+
+
+def one_frame(messages: Sequence[Any]) -> Any:
+    """Return responses that hold frames, in their order, as one."""
+    if len(messages) == 1:
+        return messages[0]
+    frames = [message.frame for message in messages]
+    blocks = [block for frame in frames for block in frame.blocks]
+    tokens = b"".join([frame.tokens for frame in frames])
+    return FrameResponse(Frame(blocks, tokens, sum([frame.credit_bytes for frame in frames])))
 
 
 def follower_stub(channel: Any) -> Any:

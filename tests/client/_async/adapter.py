@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from tests.client.key_values import KeyValueServer
 from tests.client.scripted import ScriptedServer, Step
+from tests.harness import until
+from upr_client._async.changes import AsyncChanges
 
 S = TypeVar("S", ScriptedServer, KeyValueServer)
 
@@ -33,3 +35,10 @@ async def running(server: S) -> AsyncIterator[S]:
 async def at_once(*work: Callable[[], Awaitable[None]]) -> None:
     """Run all of it at the same time, as tasks."""
     await asyncio.gather(*(one() for one in work))
+
+
+async def arrived(changes: AsyncChanges, count: int) -> None:
+    """Wait until so many messages have arrived that were not taken."""
+    follow = changes._follow
+    assert follow is not None
+    await until(lambda: len(follow._inbox._items) >= count)

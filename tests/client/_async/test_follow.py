@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from tests.client._async.adapter import serve
+from tests.client._async.adapter import arrived, serve
 from tests.client.scripted import (
     BEGIN,
     END,
@@ -48,8 +48,10 @@ from upr_client.errors import (
     RollbackError,
     UnavailableError,
 )
+from upr_client.testing import memory
 from upr_protocol.errors import ShuttingDownError
 from upr_protocol.failover import FailoverLog
+from upr_protocol.limits import FRAME_BYTES
 from upr_protocol.wire.codec import encode_block
 
 
@@ -95,6 +97,8 @@ TWO_BLOCKS = [
     *BEGIN,
     answers(started(1, 7, high=9)),
     frame((7, run_block(1, 0, 3))),
+    # Behind it a frame is a batch of its own.
+    heartbeat(),
     frame((7, run_block(1, 3, 6))),
     Hold(),
 ]
@@ -419,6 +423,37 @@ async def test_credit_is_given_back_when_a_quarter_was_taken_and_with_a_heartbea
     # To the byte what the server counts: more would be an error, less would close the window bit by bit.
     credits = [credit.bytes for credit in server.calls["follow"][0].of("credit")]
     assert credits == [sizes[0] + sizes[1], sizes[2]]
+
+
+@pytest.mark.asyncio
+async def test_small_frames_that_wait_are_one_batch() -> None:
+    blocks = [run_block(1, start, start + 3) for start in range(0, 30, 3)]
+    sizes = [len(encode_block(block)) for block in blocks]
+    tuning = Tuning(credit_bytes=4 * sum(sizes[1:]))
+    large = memory.run_block(1, [(31, b"key", bytes(FRAME_BYTES))], 30, 31, 31)
+    sizes.append(len(encode_block(large)))
+    script = [
+        *BEGIN,
+        answers(started(1, 7)),
+        frame((7, blocks[0])),
+        heartbeat(),
+        Expect("pong"),
+        *(frame((7, block)) for block in blocks[1:]),
+        frame((7, large)),
+        frame((7, run_block(1, 31, 34))),
+        *END,
+    ]
+    async with serve([script]) as server, AsyncClient(server.target) as client:
+        async with client.bucket().changes(only=Only([1]), tuning=tuning) as changes:
+            batches = changes.batches()
+            first = await anext(batches)
+            await arrived(changes, 12)
+            rest = [batch async for batch in batches]
+    taken = [credit.bytes for credit in server.calls["follow"][0].of("credit")]
+    assert taken == [sizes[0], sum(sizes[1:10]), sizes[10]]
+    seqnos = [[change.seqno for change in batch.changes] for batch in (first, *rest)]
+    assert seqnos == [[1, 2, 3], list(range(4, 31)), [31], [32, 33, 34]]
+    assert [len(batch.markers) for batch in (first, *rest)] == [1, 9, 1, 1]
 
 
 @pytest.mark.asyncio

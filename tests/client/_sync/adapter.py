@@ -9,6 +9,8 @@ from typing import TypeVar
 
 from tests.client.key_values import KeyValueServer
 from tests.client.scripted import ScriptedServer, Step
+from tests.harness import until
+from upr_client._sync.changes import Changes
 
 S = TypeVar("S", ScriptedServer, KeyValueServer)
 
@@ -43,3 +45,10 @@ def at_once(*work: Callable[[], None]) -> None:
     with ThreadPoolExecutor(len(work)) as pool:
         for done in [pool.submit(one) for one in work]:
             done.result()
+
+
+def arrived(changes: Changes, count: int) -> None:
+    """Wait until so many messages have arrived that were not taken."""
+    follow = changes._follow
+    assert follow is not None
+    asyncio.run(until(lambda: follow._inbox._items.qsize() >= count))
