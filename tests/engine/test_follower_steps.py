@@ -441,6 +441,13 @@ def test_streams_that_come_from_the_store_go_on_in_the_tail_together() -> None:
     assert frames_of(follower, blocks) == "ssssst"
 
 
+def test_what_one_read_brings_goes_in_one_frame() -> None:
+    # A read ends with the block that reaches FRAME_BYTES: the second one here.
+    b, blocks = stored_and_tail(4, FRAME_BYTES * 2 // 3)
+    follower, _ = following(b, *range(4), window=1 << 26)
+    assert frames_of(follower, blocks) == "sst"
+
+
 def test_a_stream_waits_for_so_many_others_to_come_from_the_store_and_no_longer() -> None:
     count = FRAMES_UNTIL_JOINED + 4
     b, blocks = stored_and_tail(count, FRAME_BYTES)
