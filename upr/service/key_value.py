@@ -26,7 +26,7 @@ from upr.service.sight import traces
 from upr.service.sight.counts import count_reason, refusals
 from upr.service.storage_trouble import words_of
 from upr.storage.read import all_begin_with
-from upr.storage.search import BITE_BYTES, Lookup, StoreSearch, TailSearch
+from upr.storage.search import BITE_BYTES, Lookup, Newest, StoreSearch, TailSearch
 from upr_protocol.block import U64, Block, check_row
 from upr_protocol.errors import (
     BehindError,
@@ -221,6 +221,9 @@ async def until_written(
             raise _behind(table, writes[-1]) from None
 
 
+_ABSENT = Newest(0, None)
+
+
 def _answer(host: BucketService, lookup: Lookup, keys: Sequence[bytes]) -> wire.GetResponse:
     if lookup.problems:
         host.compactor.damaged(
@@ -231,23 +234,20 @@ def _answer(host: BucketService, lookup: Lookup, keys: Sequence[bytes]) -> wire.
             }
         )
     response = wire.GetResponse(bucket_version=host.bucket.identity.version)
-    ids = host.bucket.partitions.newest_id
+    ids = host.bucket.partitions.newest_id.item
+    answers = response.answers
     size = 0
     for key in keys:
         number = lookup.numbers[key]
         partition = lookup.partitions[number]
-        newest = lookup.found.get(number)
-        size += len(newest.value or b"") if newest is not None else 0
-        if number >= lookup.end or (size > GET_ANSWER_BYTES_MAX and len(response.answers)):
+        seqno, value = lookup.found.get(number, _ABSENT)
+        size += len(value or b"")
+        if number >= lookup.end or (size > GET_ANSWER_BYTES_MAX and len(answers)):
             break
-        if newest is None and partition in lookup.problems:
-            response.answers.add(problem=problem_of(lookup.problems[partition]))
+        if not seqno and partition in lookup.problems:
+            answers.add(problem=problem_of(lookup.problems[partition]))
             continue
-        response.answers.add(
-            value=newest.value if newest is not None else None,
-            seqno=newest.seqno if newest is not None else 0,
-            failover_id=int(ids[partition]),
-        )
+        answers.add(value=value, seqno=seqno, failover_id=ids(partition))
     return response
 
 

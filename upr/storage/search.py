@@ -131,36 +131,33 @@ class Lookup:
         Returns:
             What that cost, in bytes of a block that is checked.
         """
-        left = self._left
+        left, opened = self._left, self._open
         count = 0
         for partition, seqno, key, value in rows:
             count += 1
             # A writer may put a key into a partition that is not its own; such a row does not match.
-            number = self._close(partition, key)
-            if number is not None:
-                self._keep(number, Newest(seqno, value))
+            keys = opened.get(partition)
+            number = None if keys is None else keys.pop(key, None)
+            if number is None:
+                continue
+            if not keys:
+                del opened[partition]
+            if number < self.end:
+                self.found[number] = Newest(seqno, value)
+                self._left -= len(value or b"")
+                if self._left < 0:
+                    self._shorten()
         return ROW_BYTES * count + max(left - self._left, 0)
 
-    def _close(self, partition: int, key: bytes) -> int | None:
-        """Search for a key no more; return its number, None if it was not searched for."""
-        keys = self._open.get(partition)
-        number = None if keys is None else keys.pop(key, None)
-        if number is not None and not keys:
-            del self._open[partition]
-        return number
-
-    def _keep(self, number: int, found: Newest) -> None:
-        if number >= self.end:
-            return
-        self.found[number] = found
-        self._left -= len(found.value or b"")
+    def _shorten(self) -> None:
+        """End the answer before the last keys that are held, as long as the values up to them exceed the limit."""
         while self._left < 0 and len(self.found) > 1:
-            # The values up to the last held key exceed the limit, so the answer ends before that key.
             self.end = max(self.found)
             self._left += len(self.found.pop(self.end).value or b"")
             for key, other in self.numbers.items():
-                if other >= self.end:
-                    self._close(self.partitions[other], key)
+                keys = self._open.get(self.partitions[other], {}) if other >= self.end else {}
+                if keys.pop(key, None) is not None and not keys:
+                    del self._open[self.partitions[other]]
 
 
 def newest_with(hashes: U32, sought: set[int]) -> I64:
