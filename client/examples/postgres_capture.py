@@ -3,12 +3,14 @@
     psql postgresql:///app -c "CREATE PUBLICATION upr FOR TABLE users, orders WITH (publish = 'insert, update, delete')"
     python postgres_capture.py --target 127.0.0.1:7711 --dsn postgresql:///app --publication upr
 
-The database needs wal_level = logical, and each table a primary key. A row is the key ``schema.table/["1"]``, with the columns
-of the primary key, and its value a JSON object. The replication slot of the publication's name keeps what was not yet
-written: it moves when the server has acknowledged the changes. Rows that were there before the slot are not told; an UPDATE
-that changes nothing has them told: UPDATE users SET id = id.
+The database needs wal_level = logical, and each table a primary key, which its REPLICA IDENTITY has: DEFAULT, or FULL. A row
+is the key ``schema.table/["1"]``, with the columns of the primary key, and its value a JSON object. The replication slot of
+the publication's name keeps what was not yet written: it moves when the server has acknowledged the changes. Rows that were
+there before the slot are not told; an UPDATE that changes nothing has them told: UPDATE users SET id = id.
 
-Something large that an UPDATE leaves alone is not told by PostgreSQL, unless the table has REPLICA IDENTITY FULL.
+Something large that an UPDATE leaves alone is not told by PostgreSQL, unless the table has REPLICA IDENTITY FULL: it is an error.
+An error about what was committed comes again at each start. To pass it over, mend its cause, then SELECT
+pg_drop_replication_slot('upr'), start again, and have the rows told. What was deleted meanwhile stays in the bucket.
 """
 
 import argparse
@@ -37,6 +39,8 @@ _NUMBERS: dict[int, Callable[[str], object]] = {16: "t".__eq__, 20: int, 21: int
 """Conversions of texts to JSON, by the type's number; texts of all other types stay as they are."""
 
 Row = tuple[bytes, bytes | None]
+Column = tuple[str, int, bool]
+"""Its name, its type's number, and whether it is of the key."""
 
 
 def say(words: object) -> None:
@@ -52,10 +56,9 @@ class Table:
 
     Attributes:
         name: with its schema.
-        columns: of each its name, its type's number, and whether it is of the key.
     """
 
-    def __init__(self, name: str, columns: list[tuple[str, int, bool]]) -> None:
+    def __init__(self, name: str, columns: list[Column]) -> None:
         self.name, self.columns = name, columns
         if not any(of_key for _, _, of_key in columns):
             raise CaptureError(f"table {name} has no primary key")
@@ -91,7 +94,16 @@ class Reader:
         text, self._at = self._data[self._at : end].decode(), end + 1
         return text
 
-    def _tuple(self, old: list[str | None] | None = None) -> list[str | None]:
+    def _with_primary_key(self, name: str, identity: bytes, columns: list[Column]) -> list[Column]:
+        """Return the columns of a table where what an old row tells is not the primary key."""
+        keys = self._keys(name)
+        if identity == b"i" and any(column in keys and not told for column, _, told in columns):
+            raise CaptureError(
+                f"table {name} does not tell the primary key of what changes; ALTER TABLE {name} REPLICA IDENTITY DEFAULT"
+            )
+        return [(column, kind, column in keys) for column, kind, _ in columns]
+
+    def _tuple(self, table: Table, old: list[str | None] | None = None) -> list[str | None]:
         texts: list[str | None] = []
         for place in range(self._take("h")):
             kind = self._take("c")
@@ -105,7 +117,7 @@ class Reader:
                 texts.append(old[place])
             else:
                 raise CaptureError(
-                    "a large value was not told; ALTER TABLE ... REPLICA IDENTITY FULL"
+                    f"a large value of table {table.name} was not told; ALTER TABLE {table.name} REPLICA IDENTITY FULL"
                 )
         return texts
 
@@ -114,20 +126,23 @@ class Reader:
         self._data, self._at = data, 1
         if data[:1] == b"R":
             number, name = self._take("I"), f"{self._text()}.{self._text()}"
-            self._take("c")
-            keys, columns = self._keys(name), []
+            identity, columns = self._take("c"), []
             for _ in range(self._take("h")):
-                self._take("b")
+                told = bool(self._take("b"))
                 column, kind, _ = self._text(), self._take("I"), self._take("i")
-                columns.append((column, kind, column in keys))
+                columns.append((column, kind, told))
+            if identity != b"d":
+                columns = self._with_primary_key(name, identity, columns)
             self._tables[number] = Table(name, columns)
         elif data[:1] in b"IUD":
             table = self._tables[self._take("I")]
-            kind, old = self._take("c"), None
+            kind, old, whole = self._take("c"), None, False
             if kind != b"N":
-                old = self._tuple()
+                old = self._tuple(table)
+                # Of a key alone (K) the other columns are not told.
+                whole = kind == b"O"
                 kind = b"" if data[:1] == b"D" else self._take("c")
-            new = table.row(self._tuple(old)) if kind else None
+            new = table.row(self._tuple(table, old if whole else None)) if kind else None
             if old is not None and (new is None or new[0] != table.key(old)):
                 yield table.key(old), None
             if new is not None:

@@ -18,7 +18,7 @@ import pytest
 from tests.client.test_examples import Example, command_of
 from tests.conftest import StartServer
 from tests.harness import wait_until
-from upr_client import Client, Group, Position
+from upr_client import Change, Client, Group, Position
 from upr_protocol.limits import ADMIN_SOCKET
 
 pytestmark = [pytest.mark.postgres, pytest.mark.long]
@@ -206,6 +206,63 @@ def test_a_bucket_has_what_the_tables_have(
         example.wait_until(lambda: kept('["4000"]')["name"] == "Grace")
         assert kept('["4000"]')["note"] == large
         assert example.end(signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "changes", "words"),
+    [
+        (
+            "moved",
+            "note text",
+            ["INSERT INTO moved VALUES (1, %s)", "UPDATE moved SET id = 2"],
+            "a large value of table public.moved was not told; ALTER TABLE public.moved REPLICA IDENTITY FULL",
+        ),
+        (
+            "other",
+            "code int NOT NULL UNIQUE",
+            [
+                "ALTER TABLE other REPLICA IDENTITY USING INDEX other_code_key",
+                "INSERT INTO other VALUES (1, 1)",
+                "DELETE FROM other",
+            ],
+            "table public.other does not tell the primary key of what changes; "
+            "ALTER TABLE public.other REPLICA IDENTITY DEFAULT",
+        ),
+        ("dropped", "code int", ["INSERT INTO dropped VALUES (1, 1)", "DROP TABLE dropped"], None),
+    ],
+)
+def test_a_capture_writes_what_it_was_told_and_nothing_else(
+    target: str,
+    run_example: Callable[[list[str]], Example],
+    dsn: str,
+    name: str,
+    columns: str,
+    changes: list[str],
+    words: str | None,
+) -> None:
+    command = [*command_of("postgres_capture.py", target), "--dsn", dsn, "--publication", name]
+    with Client(target) as client, asked(dsn) as database:
+        database.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, {columns})")
+        if columns == "note text":
+            database.execute(f"ALTER TABLE {name} ALTER note SET STORAGE EXTERNAL")
+        database.execute(
+            f"CREATE PUBLICATION {name} FOR TABLE {name} WITH (publish = 'insert, update, delete')"
+        )
+        database.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (name,))
+        for change in changes:
+            database.execute(change, ("large" * 10_000,) if "%s" in change else None)
+        example = run_example(command)
+        if words is None:
+            key = f'public.{name}/["1"]'.encode()
+            example.wait_until(lambda: client.bucket().get(key))
+            assert example.end(signal.SIGINT) == 0
+            return
+        assert example.end() == 1
+        assert example.words == f"postgres_capture: {words}\n"
+        with client.bucket().changes(until="now") as events:
+            rows = [event for event in events if isinstance(event, Change)]
+        # Neither a row with null in the place of what was not told, nor the delete of a row that never was.
+        assert [(row.op, row.key) for row in rows] in ([], [("set", b'public.moved/["1"]')])
 
 
 def following(dsn: str) -> bool:
