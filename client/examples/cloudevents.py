@@ -8,8 +8,9 @@ receiver will never take that batch.
 
 An event has the key in "subject" and the value in "data"; "keybase64" holds a key that is no printable UTF-8, and
 "data_base64" a value that is no UTF-8.
-One that is sent again has the same "id". The type "upr.rollback" says that what was sent of a partition above "seqno" did
-not happen; what did is sent next, with new ids, so that a receiver that drops the ids it knows takes it.
+One that is sent again has the same "id", unless the server crashed in between, or another one took over. The type
+"upr.rollback" says that what was sent of a partition above "seqno" did not happen; what did is sent next, with new ids, so
+that a receiver that drops the ids it knows takes it.
 """
 
 import argparse
