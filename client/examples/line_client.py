@@ -10,6 +10,7 @@ happen. The state file has the server's name and, for each partition, tokens of 
 import argparse
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -38,6 +39,7 @@ class LineClient:
         self._state, self._server = state, server
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)
         self.batches: defaultdict[int, list[str]] = defaultdict(list)
+        self.ended: set[int] = set()
         if state and os.path.exists(state):
             with open(state) as file:
                 kept = json.load(file)
@@ -93,7 +95,7 @@ class LineClient:
     def _error(self, words: str) -> bytes:
         reason, _, about = words.partition(" ")
         if reason != "ROLLBACK":
-            raise ServerError(words)
+            return self._end(words)
         _, number, limit, _ = about.split(" ", 3)
         partition, seqno = int(number), int(limit)
         tokens = self._tokens[partition]
@@ -106,17 +108,32 @@ class LineClient:
         print(partition, "rollback", tokens[-1] % 2**48 if tokens else 0)
         return self.ask(partition)
 
+    def _end(self, words: str) -> bytes:
+        """Note the partitions that are not followed any more, to be asked for again later; without any it is the connection."""
+        found = re.match(r"\S+ \S+ (\*|[0-9,]+) ", words)
+        if not found:
+            raise ServerError(words)
+        say(f"line_client: {words}")
+        ended = range(PARTITIONS) if found[1] == "*" else map(int, found[1].split(","))
+        for partition in ended:
+            self.ended.add(partition)
+            self.batches.pop(partition, None)
+        return b""
+
 
 def follow(client: LineClient, connection: socket.socket) -> None:
     """Follow until the connection ends."""
     client.batches.clear()
+    client.ended.clear()
     connection.sendall(b"NAME line_client\n")
     connection.sendall(b"".join(client.ask(partition) for partition in range(PARTITIONS)))
     connection.settimeout(1.0)
     rest, heard, pinged = b"", time.monotonic(), 0.0
     while (now := time.monotonic()) - heard < SILENT_SECONDS:
         if now - pinged >= PING_SECONDS:
-            connection.sendall(b"PING %d\n" % (time.time() * 1000))
+            again = b"".join(map(client.ask, sorted(client.ended)))
+            client.ended.clear()
+            connection.sendall(b"PING %d\n" % (time.time() * 1000) + again)
             pinged = now
         try:
             data = connection.recv(2**16)

@@ -23,6 +23,7 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, wait_until
+from tests.service.test_dead_partitions import OTHER, P, Q, with_a_gap
 from upr_client import Client, UprError
 from upr_client.testing import ScriptedServer, keys_in
 from upr_client.types import WriteResult
@@ -277,6 +278,23 @@ def test_the_line_client_goes_on_and_says_what_was_undone(
     with running(tmp_path, command, "--server", "0123456789abcdef") as example:
         assert example.end() == 1
         assert "; expected 0123456789abcdef" in example.words
+
+
+def test_the_line_client_follows_all_partitions_but_a_dead_one(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = with_a_gap(server_process, "--text", "127.0.0.1:0")
+    server.start()
+    with Client(server.target) as client:
+        text = client.admin.status().text_port
+    assert text is not None
+    with running(tmp_path, command_of("line_client.py", text.address)) as example:
+        example.wait_until(lambda: example.lines and '"seqno": 5' in example.lines[-1])
+        write(server, (OTHER, b"last"))
+        example.wait_until(lambda: '"value": "last"' in example.lines[-1])
+        assert {line.partition(" ")[0] for line in example.lines} == {str(Q)}
+        assert f"line_client: DATA_DAMAGED default {P} " in example.words
+        assert example.end(signal.SIGINT) == 0
 
 
 def test_write_fast_writes_all(target: str, tmp_path: Path) -> None:
