@@ -3,7 +3,7 @@
     echo user:1 | python cache_invalidator.py --target 127.0.0.1:7711
 
 It prints the value of each key that it reads from stdin, and says on stderr what came from the server ("miss") and what
-from the cache ("hit"), and which keys it forgot.
+from the cache ("hit"), and which keys it forgot. For a key that cannot be read at the moment it only says why.
 
 The stream has keys only, from now on, also of what is in memory at the server only. It says nothing of a value that was read
 from a server and lost in its crash before the stream had it. Therefore the cache empties itself on a rollback, and whenever
@@ -127,7 +127,10 @@ def serve(options: argparse.Namespace) -> None:
                     key = line.rstrip(b"\n")
                     try:
                         value, hit = cache.get(key)
-                    except InvalidArgumentError as error:
+                    except UprError as error:
+                        if not error.retriable and not isinstance(error, InvalidArgumentError):
+                            raise
+                        # The next line may do better: a server that is away comes back.
                         say(error)
                         continue
                     say("hit" if hit else "miss")

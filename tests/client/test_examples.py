@@ -475,6 +475,34 @@ def test_the_cache_forgets_what_changes_and_everything_on_a_rollback(tmp_path: P
             assert example.end() == 0
 
 
+def test_the_cache_outlasts_a_server_that_is_away(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process()
+    write(server, (b"key", b"1"))
+    with running(tmp_path, command_of("cache_invalidator.py", server.target)) as example:
+        assert example.ask(b"key") == "b'1'"
+        server.kill()
+        example.wait_until(lambda: "emptied of 1 keys" in example.words)
+        assert example.process.stdin is not None
+        example.process.stdin.write(b"key\n")
+        example.process.stdin.flush()
+        example.wait_until(lambda: f"\n{server.target}: nothing listens there" in example.words)
+        server.start()
+
+        def reads() -> bool:
+            assert example.process.stdin is not None
+            example.process.stdin.write(b"key\n")
+            example.process.stdin.flush()
+            return len(example.lines) > 1
+
+        # A connection that was refused is tried again after a pause.
+        example.wait_until(reads)
+        assert set(example.lines) == {"b'1'"}
+        example.process.stdin.close()
+        assert example.end() == 0
+
+
 def test_a_key_that_changes_while_it_is_read_is_not_kept() -> None:
     example = runpy.run_path(str(CLIENT / "examples" / "cache_invalidator.py"))
 
