@@ -162,9 +162,11 @@ def main() -> int:
         "--retry-seconds", type=float, default=1.0, help="pause before connecting again"
     )
     options = parser.parse_args()
-    client = LineClient(options.bucket, options.state, options.server)
     host, _, port = options.target.rpartition(":")
-    address: Any = (host, int(port))
+    if not host or not port.isdecimal():
+        parser.error(f"--target is {options.target}; must be HOST:PORT")
+    client = LineClient(options.bucket, options.state, options.server)
+    address: Any = (host.strip("[]"), int(port))
     has_connected = False
     try:
         while True:

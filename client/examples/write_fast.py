@@ -71,6 +71,8 @@ def main() -> int:
         help="how long to wait for a server that is away",
     )
     options = parser.parse_args()
+    if options.keys < 1:
+        parser.error(f"--keys is {options.keys}; must be at least 1")
     stopping = threading.Event()
     # No KeyboardInterrupt: what was taken is to be written.
     signal.signal(signal.SIGINT, lambda *_: stopping.set())

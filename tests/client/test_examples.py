@@ -125,6 +125,21 @@ def test_without_a_server_there_is_a_line_and_no_traceback(name: str, tmp_path: 
         assert len(example.words.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("line_client.py", ["--target", "localhost"], "--target is localhost; must be HOST:PORT"),
+        ("write_fast.py", ["--keys", "0"], "--keys is 0; must be at least 1"),
+    ],
+)
+def test_a_wrong_option_is_a_line_and_no_traceback(
+    name: str, options: list[str], words: str, target: str, tmp_path: Path
+) -> None:
+    with running(tmp_path, [*command_of(name, target), *options]) as example:
+        assert example.end() == 2
+        assert example.words.endswith(f"error: {words}\n")
+
+
 @pytest.mark.long
 def test_follow_goes_on_where_it_stood(server_process: StartServer, tmp_path: Path) -> None:
     server = server_process()
