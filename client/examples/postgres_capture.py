@@ -6,7 +6,8 @@
 The database needs wal_level = logical, and each table a primary key, which its REPLICA IDENTITY has: DEFAULT, or FULL. A row
 is the key ``schema.table/["1"]``, with the columns of the primary key, and its value a JSON object. The replication slot of
 the publication's name keeps what was not yet written: it moves when the server has acknowledged the changes. Rows that were
-there before the slot are not told; an UPDATE that changes nothing has them told: UPDATE users SET id = id.
+there before the slot are not told; an UPDATE that changes nothing has them told: UPDATE users SET id = id. A TRUNCATE is not
+told either: the keys stay.
 
 Something large that an UPDATE leaves alone is not told by PostgreSQL, unless the table has REPLICA IDENTITY FULL: it is an error.
 An error about what was committed comes again at each start. To pass it over, mend its cause, then SELECT
