@@ -349,7 +349,11 @@ def test_a_dead_partition_is_left_out_and_named_and_gone_on_with_later(
     with Client(server.target) as client:
         client.admin.create_bucket("a")
     point = upr_backup(repository, "restore", "--target", server.target, "--bucket", "a")
-    assert f"partition {dead.P} is older than backup 2" in point.stderr
+    older = f"partition {dead.P} is older than backup 2"
+    assert older in point.stderr
+    alone = upr_backup(repository, "find", dead.KEY.decode(), "--at", "2")
+    assert (alone.stdout, older in alone.stderr) == ("2", True)
+    assert upr_backup(repository, "find", dead.OTHER.decode(), "--at", "2").stderr == ""
     assert server.terminate() == 0
     assert run_admin("accept-loss", server.data, dead.P, "--yes").exit_code == 0
     server.start()

@@ -170,6 +170,7 @@ def find(storage: Storage, key: bytes, at: Any, as_json: bool) -> int:
                 "--at prints the value alone; it does not go together with --json"
             )
         point = open_point(repository, at, [partition_of(key)])
+        told_left_out(point)
         found = point.state([partition_of(key)], key).to_pylist()
         value = next((row["value"] for row in found if row["key"] == key), None)
         if value is None:
