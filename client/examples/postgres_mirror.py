@@ -36,9 +36,10 @@ INSERT = "INSERT INTO changes VALUES %s"
 SAVE = "INSERT INTO positions VALUES %s ON CONFLICT (partition) DO UPDATE SET position = excluded.position"
 UNDO = "DELETE FROM changes WHERE partition = %s AND seqno > %s"
 # What a newer change at or below the oldest marker replaced: no rollback ends below that, but at 0.
-PRUNE = """DELETE FROM changes AS old USING changes AS new, (VALUES %s) AS oldest (partition, marker)
-    WHERE old.partition = oldest.partition AND new.partition = old.partition AND new.key = old.key
-    AND new.seqno > old.seqno AND new.seqno <= oldest.marker"""
+PRUNE = """DELETE FROM changes AS old USING (
+    SELECT partition, key, max(seqno) AS seqno FROM changes JOIN (VALUES %s) AS oldest (partition, marker) USING (partition)
+    WHERE seqno <= marker GROUP BY partition, key) AS kept
+    WHERE old.partition = kept.partition AND old.key = kept.key AND old.seqno < kept.seqno"""
 LOCK = "SELECT pg_try_advisory_lock(hashtext('upr mirror'))"
 PRUNE_EVERY = 10_000
 """Changes after which what no rollback can bring back is deleted."""
