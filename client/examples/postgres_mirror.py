@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -64,7 +65,9 @@ class Mirror:
         self._connection = connection
         self._failed = False
         self._saved: dict[int, Position] = {}
-        self._changes = self._unpruned = 0
+        self._changes = 0
+        # By partition, so that also those are pruned that are not saved at that moment.
+        self._unpruned: Counter[int] = Counter()
         with self._transaction() as cursor:
             cursor.execute(LOCK)
             if not cursor.fetchone()[0]:
@@ -91,7 +94,7 @@ class Mirror:
             with self._transaction() as cursor:
                 execute_values(cursor, INSERT, rows, page_size=1000)
             self._changes += len(rows)
-            self._unpruned += len(rows)
+            self._unpruned.update(row[0] for row in rows)
 
     def undo(self, rollback: Rollback) -> None:
         """Delete what did not happen, in the open transaction."""
@@ -131,10 +134,13 @@ class Mirror:
             kept = {p: self._restorable(p, one) for p, one in positions.items()}
             rows = [(partition, one.to_json()) for partition, one in kept.items()]
             execute_values(cursor, SAVE, rows, page_size=1024)
-            oldest = [(p, min(one.markers)) for p, one in kept.items() if one.markers]
-            if oldest and self._unpruned >= PRUNE_EVERY:
-                execute_values(cursor, PRUNE, oldest, page_size=1024)
-                self._unpruned = 0
+            if self._unpruned.total() >= PRUNE_EVERY:
+                now = {**self._saved, **kept}
+                changed = [(p, now[p].markers) for p in self._unpruned if p in now]
+                oldest = [(p, min(markers)) for p, markers in changed if markers]
+                if oldest:
+                    execute_values(cursor, PRUNE, oldest, page_size=1024)
+                self._unpruned.clear()
             self._connection.commit()
         self._saved.update(kept)
         say(f"{self._changes} changes")

@@ -3,19 +3,21 @@
 import json
 import os
 import re
+import runpy
 import secrets
 import shutil
 import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.client.test_examples import Example, command_of
+from tests.client.test_examples import CLIENT, Example, command_of
 from tests.conftest import StartServer
 from tests.harness import wait_until
 from upr_client import Change, Client, Group, Position
@@ -156,6 +158,25 @@ def test_a_mirror_is_what_the_bucket_is_whatever_is_killed_or_undone(
         bucket.set(b"key-7", b"again")
         example.wait_until(has(copied | {b"key-7": b"again"}))
         assert example.end(signal.SIGTERM) == 0
+
+
+def test_a_mirror_prunes_each_partition_that_changed(dsn: str) -> None:
+    """Also one that is not among those that are saved when it is time to."""
+    import psycopg2
+
+    mirror = runpy.run_path(str(CLIENT / "examples" / "postgres_mirror.py"))["Mirror"]
+    prune_every = mirror.save.__globals__["PRUNE_EVERY"]
+    with asked(dsn) as database, closing(psycopg2.connect(dsn)) as connection:
+        database.execute("DROP TABLE IF EXISTS changes, positions CASCADE")
+        kept = mirror(connection)
+        assert not kept.load(range(1024))
+        for partition, seqnos in ((1, prune_every - 1), (2, 1)):
+            rows = [(partition, seqno, "set", b"key", b"") for seqno in range(1, seqnos + 1)]
+            kept.apply(SimpleNamespace(changes=rows))
+            kept.save({partition: Position(1, 5, 5, seqnos, seqnos, (seqnos,), None)})
+        database.execute("SELECT partition, seqno FROM changes ORDER BY partition")
+        assert database.fetchall() == [(1, prune_every - 1), (2, 1)]
+        database.execute("DROP TABLE changes, positions CASCADE")
 
 
 def test_a_bucket_has_what_the_tables_have(
