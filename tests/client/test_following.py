@@ -240,6 +240,21 @@ def test_a_call_that_is_opened_behind_the_end_of_the_lease_begins_all_anew() -> 
     assert made.following.next_step(True) is Step.LOAD
 
 
+def test_a_call_that_is_accepted_behind_the_end_of_the_lease_begins_all_anew() -> None:
+    """The server may have given all to others before it read the Open."""
+    made = member(acknowledge="manual")
+    batch = made.take_batch(frame((11, run_block(1, 0, 4))))
+    made.following.session.disconnected()
+    made.now += LEASE / 2
+    made.following.open_message("default")
+    made.now += LEASE / 2
+    made.opened()
+    assert not made.following.may_handle(batch.changes[0])
+    assert made.following.session.partitions == []
+    made.assign(6, 1, 2)
+    assert made.following.next_step(True) is Step.LOAD
+
+
 def test_an_answer_that_nobody_has_taken_yet_renews_a_lease() -> None:
     made = member(acknowledge="manual")
     batch = made.take_batch(frame((11, run_block(1, 0, 4))))
@@ -261,6 +276,41 @@ def test_an_answer_that_comes_behind_the_end_of_the_lease_has_nothing_handled() 
     made.now += LEASE / 2
     made.following.heard(renew.renew.number)
     assert not made.following.may_handle(batch.changes[0])
+
+
+def test_an_answer_that_is_taken_behind_the_end_of_the_lease_renews_nothing() -> None:
+    """Until the Assignment behind it is taken, nobody knows what others have by then."""
+    made = member()
+    made.take(frame((11, run_block(1, 0, 4))))
+    assert made.iterate(3) == [(1, 1), (1, 2), (1, 3)]
+    made.now += LEASE / 2
+    (renew,), _ = made.following.renewals()
+    made.now += LEASE / 2
+    made.renewed(renew.renew.number)
+    assert not made.following.may_hand_out(1)
+    assert made.following.next_step(True) is Step.SAVE
+    assert made.save() == {1: 2}
+    assert made.following.next_step(True) is Step.RECEIVE
+    assert made.following.session.partitions == []
+    (release, again), _ = made.following.due()
+    assert list(release.release.partitions) == [1, 2]
+    made.assign(6, 2)
+    made.renewed(again.renew.number)
+    assert made.following.next_step(True) is Step.LOAD
+
+
+def test_an_answer_behind_the_end_of_the_lease_lets_no_handler_begin() -> None:
+    made = member(acknowledge="manual")
+    batch = made.take_batch(frame((11, run_block(1, 0, 4))))
+    assert made.following.ledger is not None
+    assert made.following.ledger.acknowledge(batch.changes[0])
+    made.now += LEASE / 2
+    (renew,), _ = made.following.renewals()
+    made.now += LEASE / 2
+    made.renewed(renew.renew.number)
+    assert not made.following.may_handle(batch.changes[1])
+    assert made.following.next_step(True) is Step.SAVE
+    assert made.save() == {1: 1}
 
 
 def test_rollbacks_that_were_not_all_told_when_the_lease_ended_are_not_undone() -> None:

@@ -75,16 +75,26 @@ def test_what_was_released_is_begun_again_once_the_server_has_read_that() -> Non
 
 
 def test_what_was_another_ones_while_assignments_waited_is_lost_and_begun_anew() -> None:
-    """As when ``on_assigned`` runs for several leases: what is said meanwhile is taken at its end."""
+    """What waits is taken where the other thread heard an answer a moment before the end."""
     membership = member(lease=30, at=100)
     membership.assigned(assignment(5, 1, 2, 3), 100)
     number = renewal(membership, 120)
-    later = renewal(membership, 140)
-    assert membership.assigned(assignment(6, 1, 2), 160) is None
-    assert membership.renewed(number, 160) is None
-    assert membership.assigned(assignment(7, 1, 2, 3, 4), 160) is None
-    assert membership.renewed(later, 160) == ([3, 4], [3], [], [])
-    assert membership.assigned(assignment(8, 1, 2, 3, 4), 161) == ([], [], [], [])
+    assert membership.assigned(assignment(6, 1, 2), 130) is None
+    assert membership.assigned(assignment(7, 1, 2, 3, 4), 130) is None
+    membership.heard(number, 129)
+    assert membership.renewed(number, 130) == ([3, 4], [3], [], [])
+    assert membership.assigned(assignment(8, 1, 2, 3, 4), 131) == ([], [], [], [])
+
+
+def test_an_answer_behind_the_end_of_the_lease_waits_until_nothing_is_owned() -> None:
+    membership = member(lease=30, at=100)
+    membership.assigned(assignment(5, 1, 2), 100)
+    late, later = renewal(membership, 119), renewal(membership, 129)
+    assert membership.renewed(late, 131) is None
+    assert membership.expired(131), "what others got is told behind the answer"
+    assert membership.expire(131) == [1, 2]
+    assert membership.renewed(later, 132) is None
+    assert not membership.expired(158)
 
 
 def test_an_assignment_that_cannot_be() -> None:

@@ -199,9 +199,12 @@ class Membership:
     def renewed(self, number: int, now: float) -> Share | None:
         """Record the answer to a Renew: the lease was renewed when it was sent, or later. Return what an assignment
         changed that had to wait for this.
+
+        One behind the lease's end renews nothing that is still owned, as with ``heard``: ``expire`` comes first.
         """
+        is_late = bool(self.owned) and self.expired(now)
         sent_at = self._sent.pop(number, None)
-        if sent_at is None:
+        if sent_at is None or is_late:
             return None
         self._ends = max(self._ends, sent_at + self._lease)
         self._sent = {other: at for other, at in self._sent.items() if other > number}

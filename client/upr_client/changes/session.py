@@ -491,6 +491,8 @@ class Following:
         self.session.opened(opened.bucket_version)
         self._saving.opened()
         if self.ownership is not None:
+            # The server may have read the Open behind the end of the lease.
+            self._is_over()
             lost = self.ownership.opened(opened, self.session.partitions, self._opening_at)
             self._lose(lost, "the server was started anew, or the lease has ended")
 
