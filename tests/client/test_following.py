@@ -294,8 +294,8 @@ def test_an_answer_that_is_taken_behind_the_end_of_the_lease_renews_nothing() ->
     assert made.following.session.partitions == []
     (release, again), _ = made.following.due()
     assert list(release.release.partitions) == [1, 2]
-    made.assign(6, 2)
     made.renewed(again.renew.number)
+    made.assign(6, 2)
     assert made.following.next_step(True) is Step.LOAD
 
 

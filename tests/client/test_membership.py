@@ -187,6 +187,21 @@ def test_what_the_lease_took_is_given_up_and_given_anew() -> None:
     assert not membership.expired(169)
 
 
+def test_what_was_given_up_is_not_begun_because_of_what_was_said_before() -> None:
+    """The server sent the Assignment before it read the Release, and the answer behind that."""
+    membership = member(lease=30, at=100)
+    membership.assigned(assignment(5, 1, 2), 100)
+    membership.expire(130)
+    _, renew = membership.due(131)
+    assert membership.assigned(assignment(6, 1, 2, 3), 132) is None
+    assert membership.renewed(renew.renew.number, 132) == ([3], [], [], [])
+    assert membership.next_due(132) == 0
+    number = renewal(membership, 132)
+    # Another one has the first.
+    assert membership.assigned(assignment(7, 2, 3), 133) == ([], [1], [], [])
+    assert membership.renewed(number, 134) == ([2], [], [], [])
+
+
 def test_what_was_handed_out_holds_a_partition_for_half_a_lease() -> None:
     membership = member(lease=30, at=100)
     membership.assigned(assignment(5, 1, 2, release=(1, 2)), 101)

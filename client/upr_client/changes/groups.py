@@ -208,8 +208,15 @@ class Membership:
             return None
         self._ends = max(self._ends, sent_at + self._lease)
         self._sent = {other: at for other, at in self._sent.items() if other > number}
-        self._released = {p: before for p, before in self._released.items() if before >= number}
         waiting, self._waiting = self._waiting, None
+        named = () if waiting is None else set(waiting.owned)
+        # What waited may have been sent before the Release was read, although this answer came behind that: a further
+        # Renew, which is due at once, tells.
+        self._released = {
+            p: self._number if p in named else before
+            for p, before in self._released.items()
+            if before >= number or p in named
+        }
         if waiting is not None:
             return self.assigned(waiting, now)
         gained = self._passing - self.releasing.keys() - self._released.keys()
