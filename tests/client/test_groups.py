@@ -18,9 +18,10 @@ from typing import NamedTuple
 import pytest
 
 from tests.client.group_member import GROUP, LEASE_SECONDS
-from tests.harness import WAIT_SECONDS, RunningServer, until, wait_until
+from tests.harness import WAIT_SECONDS, RunningServer, poll, until, wait_until
 from upr_client import AsyncClient, Change, Client, Group, Rollback, ServerPositions, Tuning
 from upr_client.types import AsyncBucket, AsyncChanges
+from upr_protocol.partitioning import partition_of
 
 StartServer = Callable[..., RunningServer]
 SECONDS = float(os.environ.get("UPR_GROUP_SECONDS", "5"))
@@ -397,6 +398,38 @@ async def test_what_waits_for_its_handler_while_on_assigned_runs_is_handled(targ
             await until(lambda: len(handled) == CHANGES)
             member.stop()
             await running
+
+
+@pytest.mark.asyncio
+async def test_what_comes_again_is_handled_again_behind_what_is_older(target: str) -> None:
+    """What was handed out before waits for its handler no more: newer ones would come before those that come again."""
+    keys = [key for i in range(9000) if partition_of(key := b"key %d" % i) == 7][:4]
+    handled: list[bytes] = []
+    handling, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def handle(change: Change) -> None:
+        if len(handled) == 2:
+            handling.set()
+            await goes_on.wait()
+        handled.append(change.key)
+
+    async with AsyncClient(target) as client, asyncio.timeout(WAIT_SECONDS):
+        bucket = client.bucket()
+        await bucket.write_many((key, b"v") for key in keys)
+        async with bucket.changes(
+            resume=Group(GROUP), acknowledge="manual", tuning=Tuning(save_seconds=0)
+        ) as member:
+            running = asyncio.create_task(member.run(handle))
+            await handling.wait()
+            assert member.status().unacknowledged == 2
+            await poll(lambda: client.admin.consumers(bucket))
+            await client.admin.reset_consumer(bucket, GROUP, "beginning")
+            await until(lambda: member.status().unacknowledged == 4)
+            goes_on.set()
+            await until(lambda: member.status().unacknowledged == 0)
+            member.stop()
+            await running
+    assert handled == keys[:3] + keys
 
 
 @pytest.mark.asyncio

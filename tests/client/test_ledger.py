@@ -270,3 +270,15 @@ def test_a_change_of_another_branch_does_not_wait() -> None:
     assert old != new
     assert not ledger.waits(old)
     assert ledger.waits(new)
+
+
+def test_a_change_that_was_handed_out_anew_does_not_wait_as_before() -> None:
+    ledger = begun(3)
+    (old,) = deliver(ledger, [(3, run_of(0, [1], 1, 1))])
+    ledger.begin(3, at(0))
+    (new,) = deliver(ledger, [(3, run_of(0, [1], 1, 1))])
+    assert old == new
+    assert not ledger.waits(old)
+    assert not ledger.acknowledge(old, itself=True)
+    assert ledger.waits(new)
+    assert ledger.acknowledge(old), "the application may say so of a copy"

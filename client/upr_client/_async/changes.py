@@ -618,6 +618,11 @@ class AsyncChanges:
         with self._mutex:
             return not self._closed and self._following.may_handle(change)
 
+    def _handled(self, change: Change) -> None:
+        with self._mutex:
+            self._ledger().acknowledge(change, itself=True)
+        self._acknowledged()
+
     async def _undo(self) -> Rollback | None:
         if self._handling is not None:
             await self._call(self._handling.drain)

@@ -66,14 +66,19 @@ class _Run:
         first = int(np.argmax(self.waits))
         return int(self.seqnos[first - 1]) if first else 0
 
-    def row_of(self, change: Change) -> int | None:
-        """The row of a change that waits; None when that place holds another one, of a branch that was undone say."""
+    def row_of(self, change: Change, *, itself: bool = False) -> int | None:
+        """The row of a change that waits; None when that place holds another one, of a branch that was undone say.
+
+        Args:
+            itself: not of one that is the same and was handed out anew.
+        """
         row = int(np.searchsorted(self.seqnos, change.seqno))
         if row == len(self.seqnos) or int(self.seqnos[row]) != change.seqno or not self.waits[row]:
             return None
-        if self.source is None or self.source.batch.changes[self.first + row] != change:
+        if self.source is None:
             return None
-        return row
+        there = self.source.batch.changes[self.first + row]
+        return row if there is change or (there == change and not itself) else None
 
     def forget(self) -> None:
         """Nothing of it waits: of what was handed out only the range is kept."""
@@ -209,9 +214,12 @@ class Ledger:
 
     # Acknowledging.
 
-    def acknowledge(self, change: Change) -> bool:
+    def acknowledge(self, change: Change, *, itself: bool = False) -> bool:
         """Take one change as dealt with; False for one that does not wait any more: it was undone by a rollback,
         taken before, or its partition is another member's now.
+
+        Args:
+            itself: as in ``waits``.
 
         Raises:
             InvalidArgumentError: there can be no such change: it lies above everything that was handed out.
@@ -223,15 +231,16 @@ class Ledger:
                 f"the change of partition {change.partition} at seqno {change.seqno} was never handed out",
                 hint="acknowledge what these changes have yielded",
             )
-        if run is None or (row := run.row_of(change)) is None:
+        if run is None or (row := run.row_of(change, itself=itself)) is None:
             return False
         self._take(change.partition, run, row, row + 1)
         return True
 
     def waits(self, change: Change) -> bool:
+        """Whether this very change waits: one that was handed out anew has its turn behind those before it."""
         of = self._partitions.get(change.partition)
         run = None if of is None else of.find(change.seqno)
-        return run is not None and run.row_of(change) is not None
+        return run is not None and run.row_of(change, itself=True) is not None
 
     def acknowledge_batch(self, batch: ChangeBatch) -> None:
         """Take everything of a batch as dealt with, but for what does not wait any more."""
