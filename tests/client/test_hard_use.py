@@ -523,3 +523,31 @@ def test_a_view_that_is_not_open_shows_nothing(server: ScriptedServer) -> None:
             assert view.get(KEYS[0]) is None
         with pytest.raises(ClosedError, match="the view was closed"):
             view.get(KEYS[0])
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_is_cancelled_goes_on_with_the_next(target: str) -> None:
+    """Each waits some time and does something else, with what was handed out and not handled."""
+    handled: list[bytes] = []
+    under_way, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def handle(change: Change) -> None:
+        if len(handled) == 2:
+            under_way.set()
+            await goes_on.wait()
+        handled.append(change.key)
+
+    async with AsyncClient(target) as client:
+        bucket = client.bucket()
+        await bucket.write_many((key, b"v") for key in KEYS)
+        async with bucket.changes(until="now", acknowledge="manual") as changes:
+            running = asyncio.create_task(changes.run(handle))
+            await under_way.wait()
+            running.cancel()
+            goes_on.set()
+            with suppress(asyncio.CancelledError):
+                await running
+            assert handled == KEYS[:3]
+            await changes.run(handle)
+            assert changes.status().unacknowledged == 0
+    assert handled == KEYS

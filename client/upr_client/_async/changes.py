@@ -94,6 +94,8 @@ class AsyncChanges:
         # What the last request for an item ended with.
         self._failure: Exception | None = None
         self._handling: Handling | None = None
+        # Handed out to a ``run`` that was cancelled, which did not handle it.
+        self._left: list[Change] = []
 
     @property
     def handshakes(self) -> deque[tuple[int, str, str]]:
@@ -610,7 +612,8 @@ class AsyncChanges:
             )
         self._handling = Handling(self, handler, options)
         try:
-            await self._handling.run()
+            # One that was cancelled, by a timeout for example, may be followed by another.
+            await self._handling.run([] if self._ending.is_set() else self._left)
         finally:
             self._handling = None
 

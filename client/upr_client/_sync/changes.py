@@ -95,6 +95,8 @@ class Changes:
         # What the last request for an item ended with.
         self._failure: Exception | None = None
         self._handling: Handling | None = None
+        # Handed out to a ``run`` that was cancelled, which did not handle it.
+        self._left: list[Change] = []
 
     @property
     def handshakes(self) -> deque[tuple[int, str, str]]:
@@ -611,7 +613,8 @@ class Changes:
             )
         self._handling = Handling(self, handler, options)
         try:
-            self._handling.run()
+            # One that was cancelled, by a timeout for example, may be followed by another.
+            self._handling.run([] if self._ending.is_set() else self._left)
         finally:
             self._handling = None
 

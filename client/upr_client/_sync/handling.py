@@ -3,13 +3,13 @@
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 from upr_client import backoff
 from upr_client._sync.io import Background, Event, Queue, maybe_await, mutex
-from upr_client.changes.events import Change, ChangeBatch, Rollback
+from upr_client.changes.events import Change, Rollback
 from upr_client.changes.options import HandlingOptions
 from upr_protocol.errors import HandlerError
 
@@ -44,12 +44,21 @@ class Handling:
         self._idle = Event()
         self._idle.set()
         self._leaving = Event()
+        self._left: list[Change] = []
         self._failure: tuple[Change, BaseException] | None = None
 
-    def run(self) -> None:
-        """Handle everything until the end; raises as ``Changes.run``."""
+    def run(self, left: list[Change]) -> None:
+        """Handle everything until the end; raises as ``Changes.run``.
+
+        Args:
+            left: what an earlier one has not handled, because it was cancelled; takes what this one leaves.
+        """
+        again = sorted(left, key=lambda change: (change.partition, change.seqno))
+        left.clear()
+        self._left = left
         workers = [Background(partial(self._work, lane), "upr-handler") for lane in self._lanes]
         try:
+            self._share(again)
             for item in self._changes.batches():
                 if isinstance(item, Rollback):
                     assert self._options.on_rollback_event is not None
@@ -59,7 +68,7 @@ class Handling:
                         self._changes._not_undone()
                         raise
                 else:
-                    self._share(item)
+                    self._share(item.changes)
         finally:
             self._leaving.set()
             for lane in self._lanes:
@@ -96,9 +105,9 @@ class Handling:
             self._begun[change.partition] = max(newest, change.seqno)
         return self._changes._may_handle(change)
 
-    def _share(self, batch: ChangeBatch) -> None:
+    def _share(self, changes: Iterable[Change]) -> None:
         by_key, count = self._options.order == "key", len(self._lanes)
-        for change in batch.changes:
+        for change in changes:
             number = zlib.crc32(change.key) if by_key else change.partition
             with self._mutex:
                 self._under_way += 1
@@ -115,6 +124,8 @@ class Handling:
                 self._fail(change, error)
             finally:
                 with self._mutex:
+                    if self._leaving.is_set():
+                        self._left.append(change)
                     self._under_way -= 1
                     if not self._under_way:
                         self._idle.set()
