@@ -139,6 +139,20 @@ def test_positions_are_removed_and_with_the_last_one_the_consumer() -> None:
     assert consumers.take_changes(100) is None
 
 
+def test_nothing_is_left_of_a_position_that_was_removed() -> None:
+    consumers = Consumers()
+    consumers.saves.add(save((5, 8), (6, 9)))
+    store(consumers)
+    consumers.saves.add(save((5, 8), positions=False))
+    store(consumers)
+    consumer = consumers.get("c")
+    assert consumer is not None
+    assert (consumer.seqno[5], consumer.failover_id[5], consumer.time[5]) == (0, 0, 0)
+    # No row is written of it, which would be there again after the consumer is forgotten.
+    consumers.started("c", np.array([5]), IDS[[5]], np.array([0], np.uint64))
+    assert changes(consumers) == {}
+
+
 def test_a_consumer_that_is_forgotten_takes_what_it_is_saving_with_it() -> None:
     consumers = Consumers()
     under_way, waiting = save((5, 8)), save((6, 9))

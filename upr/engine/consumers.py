@@ -196,6 +196,11 @@ class Consumer:
         """Return the newest ``time``; 0 if unknown."""
         return int(self.time.max())
 
+    def forget(self, partitions: I64 | Sequence[int]) -> None:
+        """Know nothing of partitions: what is left there would be told, and stored when a stream begins below it."""
+        self.known[partitions] = False
+        self.seqno[partitions] = self.failover_id[partitions] = self.time[partitions] = 0
+
     def passed(self, newest_id: U64) -> U64:
         """Return up to which seqno it has passed each partition, shape (1024,); NO_LIMIT where it has no position.
 
@@ -269,7 +274,8 @@ class Consumers:
         consumer = self._consumers.get(name)
         if consumer is not None:
             gone = [partition for partition, row in rows.items() if row is None]
-            consumer.known[gone] = consumer.saved[gone] = False
+            consumer.saved[gone] = False
+            consumer.forget(gone)
             consumer.dirty[list(rows)] = False
             if not consumer.known.any():
                 del self._consumers[name]
@@ -395,7 +401,7 @@ class Consumers:
         consumer.dirty[overtaken] = consumer.known[overtaken]
         consumer.dirty[counts] = False
         if save.positions is None:
-            consumer.known[counts] = False
+            consumer.forget(counts)
             consumer.saved[save.partitions] = False
             if not consumer.known.any():
                 del self._consumers[save.name]
