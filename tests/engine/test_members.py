@@ -5,12 +5,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tests.engine.buckets import bucket
 from tests.engine.group_calls import LEASE, NAME, Call, allowed, group, join, owner_of, settle
 from upr.engine import groups as members_module
 from upr.engine.groups import Owners, Seat
-from upr.engine.streams import POSITIONS_RESET, SUPERSEDED
+from upr.engine.streams import POSITIONS_RESET, SUPERSEDED, FollowOptions
+from upr.service.conversation import Conversation
 from upr_protocol.errors import FencedError, InvalidArgumentError, TooManyError, UprError
+from upr_protocol.flow import CreditWindow, Liveness
 from upr_protocol.limits import OWNERS_REMEMBERED, PARTITIONS
+from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 
 
 def test_a_single_member_owns_everything_and_a_second_one_half_after_the_release() -> None:
@@ -396,3 +400,29 @@ def test_a_seat_of_nobody_does_nothing() -> None:
     assert not seat.owns(np.array([1])).any()
     owners.close(seat, 3, left=False)
     assert owners.group(NAME) is None
+
+
+def test_a_call_that_a_reset_ends_is_not_told_the_generation_behind_it() -> None:
+    """With it the member would store its positions of before over those that were set."""
+    served = bucket()
+    a, b = (
+        Conversation(
+            served,
+            FollowOptions(consumer=NAME, member=name, lease=LEASE),
+            CreditWindow(1 << 20),
+            Liveness(3600, 0),
+            lambda: None,
+        )
+        for name in "ab"
+    )
+    # The second one joined before the first was told anything: its share is news still.
+    assert a.follower.seat is not None
+    assert a.follower.seat.has_news
+    served.owners.reset(NAME)
+    for call in (a, b):
+        kinds = []
+        while (saying := call.next_message(0)) is not None:
+            message = cast(wire.FollowResponse, saying.message)
+            kinds.append(message.WhichOneof("message"))
+        assert "assignment" not in kinds
+        assert kinds[-1] == "ended"

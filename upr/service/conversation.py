@@ -474,7 +474,8 @@ class Conversation:
             self._ended.extend(self.follower.take_ended())
         if self._ended:
             return Outgoing(wire.FollowResponse(ended=_ended_message(self._ended.popleft())))
-        seat = self.follower.seat
+        # With its generation a call that a reset ends would store the positions of before over those that were set.
+        seat = self.follower.seat if self.ending is None else None
         if seat is not None and (told := seat.take_assignment()) is not None:
             assignment = wire.Assignment(
                 generation=told.generation, owned=told.owned, to_release=told.to_release
