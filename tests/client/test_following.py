@@ -391,6 +391,35 @@ def with_a_frame_that_waits(options: ChangesOptions = ONE_UNACKNOWLEDGED) -> Wor
     return made
 
 
+def test_nothing_is_stored_before_it_is_known_what_an_operator_has_set() -> None:
+    """As by ``save`` of another task, or ``close``, while the positions are loaded."""
+    for made in (member(), owner()):
+        made.take(frame((11, run_block(1, 0, 2))))
+        made.following.acknowledge()
+        made.following.session.disconnected()
+        made.open(generation=7)
+        if made.following.ownership and made.following.ownership.membership:
+            made.assign(7, 1, 2)
+        assert made.following.next_step(True) is Step.LOAD
+        assert made.save() == {}
+        made.found((1, Position(VERSION, ID_A, ID_A, 0, 0, (), LOG), 6))
+        assert made.following.session.position(1).seqno == 0
+
+
+def test_what_an_operator_has_not_touched_is_stored_behind_the_loading() -> None:
+    made = owner()
+    made.take(frame((11, run_block(1, 0, 2))))
+    made.following.acknowledge()
+    made.following.session.disconnected()
+    made.open(generation=7)
+    assert made.save() == {}
+    stored = made.following.ownership
+    assert stored is not None
+    made.found(*((p, stored._stored[p], 5) for p in (1, 2)))
+    assert made.following.next_step(True) is Step.SAVE
+    assert made.save() == {1: 2}
+
+
 def test_what_waits_for_acknowledgements_is_bounded_in_bytes_too() -> None:
     def held(limit: int) -> bool:
         tuning = Tuning(unacknowledged_bytes=limit)

@@ -267,7 +267,7 @@ class Following:
         """Return what to do now; ``connected``: there is a call."""
         now = self._clock.now()
         if self.has_lapsed:
-            if connected and self._saving.is_due(now, hurry=True):
+            if connected and not self._to_load and self._saving.is_due(now, hurry=True):
                 # By the server's clock the lease may still run, and these positions were consumed while this member
                 # owned them.
                 return Step.SAVE
@@ -278,7 +278,7 @@ class Following:
             return Step.UNDO
         if not connected:
             return Step.CONNECT
-        if self.ownership is not None and self.ownership.to_load:
+        if self._to_load:
             return Step.LOAD
         releasable = bool(self._releasable(now))
         if self._saving.is_due(now, hurry=releasable):
@@ -286,15 +286,19 @@ class Following:
         return Step.RELEASE if releasable and not self._saving.has_changed else Step.RECEIVE
 
     @property
+    def _to_load(self) -> set[int]:
+        return set() if self.ownership is None else self.ownership.to_load
+
+    @property
     def is_started(self) -> bool:
         """Whether every partition that is followed was started: whatever is written from now on will be handed out."""
-        ownership, membership = self.ownership, self._membership
+        membership = self._membership
         if membership is not None and not membership.is_told:
             return False
         if self._saving.is_urgent:
             # Where it began is not stored yet: after a crash now would be later.
             return False
-        return not (ownership is not None and ownership.to_load) and self.session.all_started
+        return not self._to_load and self.session.all_started
 
     @property
     def _is_full(self) -> bool:
@@ -394,6 +398,12 @@ class Following:
         """Return the positions to store, in one atomic write; ``saved`` or ``not_saved`` follows."""
         self.acknowledge_part()
         changed = self._saving.begin()
+        if unknown := self._to_load.intersection(changed):
+            # Under the new generation they would be stored over those that an operator has set meanwhile. Once they are
+            # loaded they are due at once, as any of them may have been.
+            self._saving.failed(unknown)
+            self._states.urgent += 1
+            changed = [partition for partition in changed if partition not in unknown]
         if not changed:
             return {}
         if self.ledger is None:
