@@ -171,6 +171,7 @@ def test_members_and_a_server_that_are_killed_paused_and_resumed(
 
 
 CHANGES = 400
+BOOTTIME = getattr(time, "CLOCK_BOOTTIME", -1)
 
 
 def slow_member(
@@ -430,6 +431,26 @@ async def test_what_comes_again_is_handled_again_behind_what_is_older(target: st
             member.stop()
             await running
     assert handled == keys[:3] + keys
+
+
+@pytest.mark.asyncio
+async def test_a_lease_ends_while_the_machine_sleeps(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server, which was awake, has given all to others by then."""
+    slept, said = [0.0], list[str]()
+    clock = time.clock_gettime
+    monkeypatch.setattr(
+        time, "clock_gettime", lambda which: clock(which) + slept[0] * (which == BOOTTIME)
+    )
+    async with AsyncClient(target) as client, asyncio.timeout(WAIT_SECONDS):
+        bucket = client.bucket()
+        await bucket.write_many((b"key %d" % i, b"v") for i in range(CHANGES))
+        async with bucket.changes(resume=Group(GROUP), on_status=said.append) as member:
+            await anext(member)
+            slept[0] = 3600
+            await anext(member)
+    assert any("the lease has ended" in words for words in said), said
 
 
 @pytest.mark.asyncio

@@ -28,7 +28,7 @@ from upr_client._async.position_storage import STOP_SECONDS, PositionStorage
 from upr_client._async.waiters import Waiters
 from upr_client.changes.events import Change, ChangeBatch, Marker, Rollback
 from upr_client.changes.ledger import Ledger
-from upr_client.changes.link import Clock
+from upr_client.changes.link import Clock, boot_seconds
 from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, HandlingOptions
 from upr_client.changes.session import Following, Step
 from upr_client.changes.status import ChangesStatus
@@ -66,7 +66,7 @@ class AsyncChanges:
         self._following = Following(
             options,
             say=self._say,
-            clock=Clock(now, time.time, random.random),
+            clock=Clock(now, time.time, random.random, boot_seconds),
             bucket=bucket.name,
         )
         self._follow: Follow | None = None

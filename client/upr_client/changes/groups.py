@@ -38,7 +38,7 @@ class Share(NamedTuple):
 class Membership:
     """One member's share.
 
-    Times are seconds on a clock that does not jump.
+    Times are seconds on a clock that does not jump, and goes on while the machine sleeps.
 
     Attributes:
         generation: the newest received; 0 before the first.

@@ -1,5 +1,6 @@
 """The link to the server, without I/O: credit and silence of a call, when to try the next one, and what is asked."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -140,11 +141,19 @@ class Clock(NamedTuple):
         now: seconds on a clock that does not jump.
         wall: seconds since the epoch.
         random: evenly distributed numbers from 0 to 1.
+        lease: as ``now``, and it goes on while the machine sleeps, as the server's leases do; None where that is the same.
     """
 
     now: Callable[[], float]
     wall: Callable[[], float]
     random: Callable[[], float]
+    lease: Callable[[], float] | None = None
+
+
+def boot_seconds() -> float:
+    """Return the time since the machine was started, with the time that it slept; elsewhere than on Linux what is next to it."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 class Reconnecting:

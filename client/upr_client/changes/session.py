@@ -225,6 +225,7 @@ class Following:
         self._options = options
         self._say = say
         self._clock = clock
+        self._lease_now = clock.lease or clock.now
         self._keys = RecentKeys(options.tuning.recent_key_bytes)
         self._states = PartitionStates(options.session({}, bucket), self.progress, say, clock)
         self._saving = Saving(options, self._states, self.ledger, self.ownership, clock)
@@ -238,7 +239,7 @@ class Following:
         self._held: deque[stream_pb2.FollowResponse] = deque()
         self._assigned: set[int] = set()
         self._revoked: list[int] = []
-        self._opening_at = clock.now()
+        self._opening_at = self._lease_now()
         self._endpoint, self._servers = "", 1
 
     @property
@@ -271,7 +272,7 @@ class Following:
                 # By the server's clock the lease may still run, and these positions were consumed while this member
                 # owned them.
                 return Step.SAVE
-            self._lapse(now)
+            self._lapse()
         if self.session.finished:
             return Step.FINISH
         if self.session.undoing:
@@ -280,7 +281,7 @@ class Following:
             return Step.CONNECT
         if self._to_load:
             return Step.LOAD
-        releasable = bool(self._releasable(now))
+        releasable = bool(self._releasable())
         if self._saving.is_due(now, hurry=releasable):
             return Step.SAVE
         return Step.RELEASE if releasable and not self._saving.has_changed else Step.RECEIVE
@@ -489,7 +490,7 @@ class Following:
 
     def open_message(self, bucket: str) -> stream_pb2.Open:
         """Return the first message of a call that is opened now."""
-        self._opening_at = self._clock.now()
+        self._opening_at = self._lease_now()
         version = self._calls.version(self.session.bucket_version)
         return self._options.open_message(bucket, version, self._calls.interval)
 
@@ -527,13 +528,13 @@ class Following:
                 messages.append(start_message(self.session, due, self._options.until_now))
             if next_due is not None:
                 waits.append(next_due - now)
-        saving_due = self._saving.next_due(now, hurry=bool(self._releasable(now)))
+        saving_due = self._saving.next_due(now, hurry=bool(self._releasable()))
         if saving_due is not None:
             waits.append(saving_due)
         membership = self._membership
         if membership is not None:
-            messages += membership.due(now)
-            waits.append(membership.next_due(now))
+            messages += membership.due(self._lease_now())
+            waits.append(membership.next_due(self._lease_now()))
         return messages, max(min(waits), 0.0) if waits else None
 
     # Positions in the server, and groups.
@@ -575,7 +576,7 @@ class Following:
         return self.ownership.membership if self.ownership is not None else None
 
     def _take_of_group(self, message: stream_pb2.FollowResponse) -> None:
-        membership, now = self._membership, self._clock.now()
+        membership, now = self._membership, self._lease_now()
         if membership is None or self.ownership is None:
             raise ProtocolError("the server sent an assignment to a call that names no member")
         if message.WhichOneof("message") == "assignment":
@@ -611,11 +612,11 @@ class Following:
     @property
     def has_lapsed(self) -> bool:
         """Return whether a member's lease has ended, by its own clock."""
-        return self._membership is not None and self._membership.expired(self._clock.now())
+        return self._membership is not None and self._membership.expired(self._lease_now())
 
-    def _lapse(self, now: float) -> None:
+    def _lapse(self) -> None:
         assert self._membership is not None
-        gone = self._membership.expire(now)
+        gone = self._membership.expire(self._lease_now())
         if gone:
             self._abandon()
             self._lose(gone, "the lease has ended")
@@ -632,24 +633,25 @@ class Following:
     def heard(self, number: int) -> None:
         """The answer to a Renew arrived, and is taken later; from any thread."""
         if self._membership is not None:
-            self._membership.heard(number, self._clock.now())
+            self._membership.heard(number, self._lease_now())
 
     def renewals(self) -> tuple[list[stream_pb2.FollowRequest], bool]:
         """Return what a member's lease needs to be sent now, and whether an answer is awaited."""
         membership = self._membership
         if membership is None or self.has_lapsed:
             return [], False
-        return membership.due(self._clock.now()), membership.awaits_answer
+        return membership.due(self._lease_now()), membership.awaits_answer
 
-    def _releasable(self, now: float) -> list[int]:
+    def _releasable(self) -> list[int]:
         membership = self._membership
         if membership is None or not membership.releasing:
             return []
-        return membership.releasable(now, self.ledger.waiting() if self.ledger is not None else ())
+        busy = self.ledger.waiting() if self.ledger is not None else ()
+        return membership.releasable(self._lease_now(), busy)
 
     def let_go_of_share(self) -> list[int]:
         """Lose what can be handed over, and return it; ``release`` follows."""
-        given = self._releasable(self._clock.now())
+        given = self._releasable()
         self._lose(given, "")
         return given
 
