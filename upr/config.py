@@ -5,6 +5,8 @@ table in OPERATORS.md are made of it in ``cli/settings.py``.
 """
 
 # ruff: noqa: RUF009 (each call makes a field)
+import ipaddress
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,13 +31,20 @@ FLUSH_SECONDS = 60.0
 _T = TypeVar("_T")
 
 
+def is_every_address(address: str) -> bool:
+    """Return whether the host of HOST:PORT stands for all addresses of a machine."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_unspecified
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option of ``upr-server``.
 
     Attributes:
-        kind: how it is written: address, addresses, cluster, count, directory, duration, file, flag or size; or the words to
-            choose from with "|" in between.
+        kind: how it is written: address, addresses, cluster, count, directory, duration, file, flag, reached (an address that
+            others call) or size; or the words to choose from with "|" in between.
         words: what it does.
         name: without its dashes; empty where it is that of the field.
         low, high: range of a count, of a size in bytes, of a duration in seconds; None for no bound of its own.
@@ -194,7 +203,7 @@ class ServerConfig:
     )
     advertise: str = _option(
         "",
-        "address",
+        "reached",
         "HOST:PORT where the other servers of its set, and their clients, reach this server.",
         otherwise="the address it listens on",
     )
@@ -248,8 +257,7 @@ class ServerConfig:
     @property
     def is_unreachable(self) -> bool:
         """Whether no other server can be told where this one is: it listens on every address, and advertises none."""
-        host = self.listen.rpartition(":")[0].strip("[]")
-        return host in ("0.0.0.0", "::") and not self.advertise
+        return is_every_address(self.listen) and not self.advertise
 
     @property
     def meets(self) -> bool:

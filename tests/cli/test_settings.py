@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from tests.conftest import StartServer
 from upr.cli import server as command
 from upr.cli.server import main
-from upr.config import OPTIONS
+from upr.config import OPTIONS, ServerConfig
 from upr_client import Client
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import format_duration, format_size, parse_duration, parse_size
@@ -153,6 +153,26 @@ def test_what_a_file_cannot_say(text: str, words: str, tmp_path: Path) -> None:
     error = printed("--data", "x", "--config", str(file), status=2)["error"]
     assert error.startswith(f"error: {file}")
     assert words in error
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:7711", "[::]:7711", "[::0]:7711", "db1:0"])
+def test_an_address_that_nobody_can_call_is_not_advertised(address: str, tmp_path: Path) -> None:
+    # The others would be told it, and call themselves.
+    error = printed("--data", "x", "--advertise", address, status=2)["error"]
+    assert f"address is {address}; must be one of this host, and a port from 1 to 65535" in error
+    file = tmp_path / "server.toml"
+    file.write_text(f'advertise = "{address}"\n')
+    error = printed("--data", "x", "--config", str(file), status=2)["error"]
+    assert error.startswith(f"error: {file}: advertise: address is {address}; must be")
+
+
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:7711", "[::]:7711", "[::0]:7711", "[0:0:0:0:0:0:0:0]:7711"]
+)
+def test_who_listens_on_every_address_has_to_advertise_one(address: str) -> None:
+    assert ServerConfig(data=Path("x"), listen=address).is_unreachable
+    assert not ServerConfig(data=Path("x"), listen=address, advertise="db1:7711").is_unreachable
+    assert not ServerConfig(data=Path("x"), listen="[::1]:7711").is_unreachable
 
 
 def test_what_the_environment_cannot_say() -> None:

@@ -18,9 +18,10 @@ from typing import Any, Final, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from upr.config import OPTIONS, Option, ServerConfig
-from upr_cli_kit.options import ADDRESS, FILE, TARGET, DirectoryPath, Parsed
+from upr.config import OPTIONS, Option, ServerConfig, is_every_address
+from upr_cli_kit.options import ADDRESS, FILE, TARGET, DirectoryPath, Parsed, split_address
 from upr_cli_kit.times import duration, size
+from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import (
     DURATION_SECONDS_MAX,
     QUOTA_BYTES_MAX,
@@ -37,6 +38,7 @@ _OF_KUBERNETES: Final = re.compile(rf"{PREFIX}_(\w+_)?(SERVICE_(HOST|PORT\w*)|PO
 _METAVARS: Final = {
     "address": "HOST:PORT",
     "addresses": "HOST:PORT[,...]",
+    "reached": "HOST:PORT",
     "cluster": "etcd://HOST:PORT[,...]/NAME",
 }
 _DEFAULTS: Final = {one.name: one.default for one in fields(ServerConfig)}
@@ -48,6 +50,17 @@ def _checked_cluster(text: str) -> str:
         from upr.cluster.registry import Place
 
         Place.parse(text)
+    return text
+
+
+def _checked_reached(text: str) -> str:
+    """Return an address that others are told, which these can call."""
+    _, port = split_address(text)
+    if not port or is_every_address(text):
+        raise InvalidArgumentError(
+            f"address is {text}; must be one of this host, and a port from 1 to 65535",
+            hint="other servers and clients are told it, and call it",
+        )
     return text
 
 
@@ -65,6 +78,7 @@ def _type_of(name: str, option: Option) -> Any:
         return click.Choice(option.kind.split("|"))
     kinds = {"address": ADDRESS, "addresses": TARGET, "directory": DirectoryPath(), "file": FILE}
     kinds["cluster"] = Parsed("cluster", _checked_cluster)
+    kinds["reached"] = Parsed("host:port", _checked_reached)
     return kinds[option.kind]
 
 
