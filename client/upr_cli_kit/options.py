@@ -24,11 +24,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 DEFAULT_TARGET = "127.0.0.1:7711"
 
 
-class DirectoryPath(click.Path):
-    """The path of a directory; an empty one, as of a shell variable that is not set, is refused and not "here"."""
+class NamedPath(click.Path):
+    """A path; an empty one, as of a shell variable that is not set, is refused and not "here"."""
 
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
+    def __init__(self, **rules: Any) -> None:
+        super().__init__(path_type=Path, **rules)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value):
@@ -124,7 +124,7 @@ partitions_option = click.option(
     "--partitions", type=PARTITION_SET, help="Which, as 5 or 0-63,512. [default: all]"
 )
 _LOGIN = "upr.login"
-FILE = click.Path(dir_okay=False, path_type=Path)
+FILE = NamedPath(dir_okay=False)
 _CONTEXT_OPTION = click.option(
     "--context", envvar="UPR_CONTEXT", help="Instead of --target: see 'upr-admin context'."
 )
@@ -254,7 +254,7 @@ def target_option(function: _F) -> _F:
     )
     data = click.option(
         "--data",
-        type=DirectoryPath(),
+        type=NamedPath(),
         envvar="UPR_DATA",
         help="Instead of --target: the data directory of a server here, whose owner may do everything.",
     )

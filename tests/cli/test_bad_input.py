@@ -26,6 +26,9 @@ HANG_SECONDS = 60.0
 TABLE = """
 2 | upr-server | Missing option '--data'
 2 | upr-server --data '' | the path is empty
+2 | upr-server --data folder --cluster '' --print-config | cluster is ''; must be etcd://HOST:PORT
+2 | upr-server --data folder --ready-file '' --print-config | the path is empty; is a variable not set?
+2 | upr-server --data folder --tokens '' --print-config | the path is empty; is a variable not set?
 2 | upr-server --data folder extra --print-config | unexpected extra argument (extra)
 2 | upr-server --data folder --listen nowhere --print-config | 'nowhere' is not HOST:PORT
 2 | upr-server --data folder --listen :7711 --print-config | ':7711' is not HOST:PORT
@@ -69,6 +72,7 @@ TABLE = """
 3 | upr-admin status --context none | there is no context 'none' ('upr-admin context list' shows them)
 2 | upr-admin status --tls-cert none --tls | one of certificate and key is missing; must be both or none (the certi
 2 | upr-admin status --token-file none --target 127.0.0.1:1 | the file of the token cannot be read: No such file or directory (is
+2 | upr-admin status --token-file '' | the path is empty; is a variable not set?
 2 | upr-admin status --watch 0 | '0' must be a duration of 100ms to 1h
 2 | upr-admin status --watch soon | 'soon' must be a duration of 100ms to 1h
 2 | upr-admin top --every 0 | '0' must be a duration of 100ms to 1h
@@ -146,6 +150,7 @@ TABLE = """
 2 | upr-admin restore-copy folder --yes | folder is not a data directory: upr-stream.json is not there
 2 | upr-admin restore-copy folder | folder is not a data directory: upr-stream.json is not there
 2 | upr-admin accept-loss folder | Missing argument 'PARTITION ...'
+2 | upr-admin accept-loss '' 5 --yes | the path is empty; is a variable not set?
 2 | upr-admin accept-loss none 5 --yes | none is not a data directory: upr-stream.json is not there
 2 | upr-admin accept-loss folder 5 --yes | folder is not a data directory: upr-stream.json is not there
 2 | upr-admin undone apply none --if-unchanged | File 'none' does not exist
@@ -173,6 +178,7 @@ TABLE = """
 2 | upr-cat follow --stability never | 'never' is not one of 'disk', 'memory', 'replicated(1)', 'replicated(2
 2 | upr-cat follow --partitions 5-3 | the range 5-3 ends before it begins
 2 | upr-cat follow --retry-seconds x | 'x' must be a duration of 0s to 36500d
+2 | upr-cat follow --position '' | the path is empty; is a variable not set?
 2 | upr-cat follow --position folder | File 'folder' is a directory
 2 | upr-cat follow --from-now --from-start | are given together
 2 | upr-cat follow --from-now --from-time '1h ago' | are given together
@@ -187,8 +193,11 @@ TABLE = """
 2 | upr-cat bench --rows 0 | 0 is not in the range
 2 | upr-cat load xml | No such command 'xml'
 2 | upr-cat load jsonl | Missing argument 'FILE'
+2 | upr-cat load jsonl '' | the path is empty; is a variable not set?
+2 | upr-cat load parquet '' | the path is empty; is a variable not set?
 2 | upr-cat load jsonl folder | File 'folder' is a directory
 2 | upr-cat load git | Missing argument 'REPO'
+2 | upr-cat load git '' | the path is empty; is a variable not set?
 2 | upr-cat load git none | none is not a directory
 2 | upr-backup list | REPOSITORY goes before 'list': upr-backup REPOSITORY list
 2 | upr-backup backup --full | REPOSITORY goes before 'backup': upr-backup REPOSITORY backup

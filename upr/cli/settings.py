@@ -19,7 +19,7 @@ import click
 from click.core import ParameterSource
 
 from upr.config import OPTIONS, Option, ServerConfig, is_every_address
-from upr_cli_kit.options import ADDRESS, FILE, TARGET, DirectoryPath, Parsed, split_address
+from upr_cli_kit.options import ADDRESS, FILE, TARGET, NamedPath, Parsed, split_address
 from upr_cli_kit.times import duration, size
 from upr_protocol.errors import InvalidArgumentError
 from upr_protocol.limits import (
@@ -45,11 +45,10 @@ _DEFAULTS: Final = {one.name: one.default for one in fields(ServerConfig)}
 
 
 def _checked_cluster(text: str) -> str:
-    if text:
-        # It needs numpy, which --help should not load.
-        from upr.cluster.registry import Place
+    # It needs numpy, which --help should not load.
+    from upr.cluster.registry import Place
 
-        Place.parse(text)
+    Place.parse(text)
     return text
 
 
@@ -76,7 +75,7 @@ def _type_of(name: str, option: Option) -> Any:
         return click.IntRange(int(low), None if high is None else int(high))
     if "|" in option.kind:
         return click.Choice(option.kind.split("|"))
-    kinds = {"address": ADDRESS, "addresses": TARGET, "directory": DirectoryPath(), "file": FILE}
+    kinds = {"address": ADDRESS, "addresses": TARGET, "directory": NamedPath(), "file": FILE}
     kinds["cluster"] = Parsed("cluster", _checked_cluster)
     kinds["reached"] = Parsed("host:port", _checked_reached)
     return kinds[option.kind]

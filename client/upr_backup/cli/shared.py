@@ -19,7 +19,7 @@ from upr_backup.repository.chain import PERIODS, Chain, Keep, Link
 from upr_backup.repository.documents import Json, Manifest, time_text
 from upr_backup.repository.encryption import parse_key
 from upr_backup.repository.repository import TAG, Repository
-from upr_cli_kit.options import Parsed, login
+from upr_cli_kit.options import FILE, Parsed, login
 from upr_cli_kit.output import Progress, note
 from upr_cli_kit.times import parse_time
 from upr_protocol.errors import InvalidArgumentError
@@ -118,7 +118,7 @@ _KEY_SECONDS: Final = 60.0
 KEY_OPTIONS: Final = (
     click.Option(
         ["--key-file"],
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=FILE,
         envvar="UPR_BACKUP_KEY_FILE",
         help="File of the repository's key, 64 hex digits.",
     ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr.cli.admin_commands.restore_copy import open_directory, recovered
-from upr_cli_kit.options import partitions_argument
+from upr_cli_kit.options import NamedPath, partitions_argument
 from upr_cli_kit.output import confirm, note, output_options, print_done, print_json
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import BucketNotFoundError, InvalidArgumentError, UprError
@@ -182,7 +182,7 @@ def _words(loss: Mapping[str, Any]) -> str:
 
 
 @click.command("accept-loss")
-@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("directory", type=NamedPath(), metavar="DIR")
 @partitions_argument(required=True, metavar="PARTITION ...")
 @click.option("--bucket", default="default", show_default=True, help="The bucket's name.")
 @click.option("--yes", is_flag=True, help="Do not ask.")

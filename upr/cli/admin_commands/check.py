@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from upr_cli_kit import exit_codes
-from upr_cli_kit.options import DirectoryPath, partitions_option
+from upr_cli_kit.options import NamedPath, partitions_option
 from upr_cli_kit.output import Progress, note, output_options, print_result
 from upr_protocol.limits import PARTITIONS
 
@@ -86,7 +86,7 @@ def exit_code(reports: "Sequence[BucketReport]") -> int:
 
 
 @click.command("check")
-@click.argument("directory", type=DirectoryPath(), metavar="DIR")
+@click.argument("directory", type=NamedPath(), metavar="DIR")
 @partitions_option
 @output_options
 def check(directory: Path, partitions: list[int] | None, as_json: bool) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import DirectoryPath
+from upr_cli_kit.options import NamedPath
 from upr_cli_kit.output import confirm, note, output_options, print_done, print_json
 from upr_protocol.errors import DataDirectoryError
 from upr_protocol.failover import format_failover_id
@@ -110,7 +110,7 @@ def open_directory(path: Path) -> "DataDirectory":
 
 
 @click.command("restore-copy")
-@click.argument("directory", type=DirectoryPath(), metavar="DIR")
+@click.argument("directory", type=NamedPath(), metavar="DIR")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @output_options
 def restore_copy(directory: Path, yes: bool, as_json: bool) -> None:

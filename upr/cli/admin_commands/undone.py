@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from upr_cli_kit.options import DirectoryPath, check_of_target, login, open_client, target_option
+from upr_cli_kit.options import NamedPath, check_of_target, login, open_client, target_option
 from upr_cli_kit.output import Group, columns, output_options, print_result
 from upr_cli_kit.times import format_micros
 from upr_protocol.errors import InvalidArgumentError, UprError
@@ -31,7 +31,7 @@ def undone() -> None:
 
 
 @undone.command("list")
-@click.argument("directory", type=DirectoryPath(), metavar="DIR")
+@click.argument("directory", type=NamedPath(), metavar="DIR")
 @click.option("--rows", is_flag=True, help="Show each mutation too.")
 @output_options
 def list_command(directory: Path, rows: bool, as_json: bool) -> None:
@@ -50,7 +50,7 @@ def list_command(directory: Path, rows: bool, as_json: bool) -> None:
 
 
 @undone.command("apply")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=NamedPath(exists=True, dir_okay=False))
 @click.option(
     "--if-unchanged",
     is_flag=True,

@@ -12,7 +12,7 @@ from typing import IO, Any, TypeVar
 import click
 
 from upr.cli.cat_commands.keys import Durability, durability_option, open_bucket
-from upr_cli_kit.options import server_options
+from upr_cli_kit.options import FILE, NamedPath, server_options
 from upr_cli_kit.output import Progress, json_option, note, print_json, verbose_option
 from upr_cli_kit.times import duration
 from upr_protocol.errors import InvalidArgumentError
@@ -112,7 +112,7 @@ def _loader(
         log.setLevel(logging.NOTSET)
 
 
-_FILE = click.Path(allow_dash=True, dir_okay=False, path_type=Path)
+_FILE = NamedPath(allow_dash=True, dir_okay=False)
 
 
 _key_field_option = click.option(
@@ -163,7 +163,7 @@ def load_csv(file: Path, key_field: str | None, **options: Any) -> None:
 
 
 @load.command("parquet")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=FILE)
 @_key_field_option
 @_load_options
 def load_parquet(file: Path, key_field: str | None, **options: Any) -> None:
@@ -201,7 +201,7 @@ def _load(
 
 
 @load.command("git")
-@click.argument("repo", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("repo", type=NamedPath(file_okay=False))
 @_load_options
 def load_git(
     repo: Path,
