@@ -277,3 +277,18 @@ def test_grpc_polls_where_it_can_be_asked_to(
     command._set_up_grpc()
     assert os.environ.get("GRPC_EXPERIMENTS") == found
     assert os.environ["GRPC_VERBOSITY"] == "ERROR"
+
+
+def test_the_ready_file_of_an_earlier_start_is_gone(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    """It says that a server is ready and where, so who waits for it must not read that of one which is not there any more."""
+    running = server_process()
+    ready = tmp_path / "ready"
+    for data, is_there in ((running.data, True), (tmp_path / "other", False)):
+        ready.write_text("127.0.0.1:1\n")
+        given = ["--data", str(data), "--listen", running.target, "--ready-file", str(ready)]
+        done = CliRunner().invoke(main, given)
+        assert done.exit_code == 2, done.output
+        # The file of a server that runs on the directory is its own.
+        assert ready.exists() == is_there, done.output

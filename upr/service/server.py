@@ -218,6 +218,9 @@ class Server:
         self._check_text()
         self._directory = DataDirectory(config.data, must_exist=config.require_data)
         try:
+            if config.ready_file:
+                # Who waits for it must not take that of an earlier start for this one's.
+                config.ready_file.unlink(missing_ok=True)
             self._directory.check_place(may_be_moved=config.data_moved)
             self._clock = ClockKeeper(self._directory, config.clock_jump_seconds)
             self._catalog = Catalog(self._directory, config, self._clock.clock)
