@@ -52,6 +52,31 @@ def test_a_key_is_set_read_and_deleted(target: str) -> None:
     assert missing.stderr == "error: there is no key 'k' (it was never set, or is deleted)\n"
 
 
+def test_a_replica_without_the_bucket_does_not_answer_for_the_set(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows"
+    rows.write_text('{"key": "a", "value": "b"}\n')
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    active = server_process()
+    # It has no bucket: nobody is there whom it could follow.
+    replica = server_process("--replicate-from", "127.0.0.1:1")
+    both = f"{replica.target},{active.target}"
+    said(both, "set", "k", "v")
+    said(both, "load", "jsonl", str(rows))
+    assert (
+        len(said(both, "dump").splitlines()) == len(said(active.target, "dump").splitlines()) == 2
+    )
+    assert said(both, "follow", "--until-now").count("set") == 2
+    for target in (both, active.target):
+        for command in (["set", "k", "v"], ["load", "jsonl", str(rows)], ["follow"]):
+            result = run_cat(target, *command, "--bucket", "other")
+            assert result.exit_code == 3, result.output
+            assert "error: there is no bucket 'other'" in result.stderr
+    assert run_cat(active.target, "load", "jsonl", str(empty), "--bucket", "other").exit_code == 3
+
+
 def test_bytes_that_are_no_text_come_back_as_they_are(target: str) -> None:
     value = bytes(range(256))
     with popen_cat(target, "set", "\udcff", "-") as process:

@@ -3,14 +3,14 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import click
 
 from upr_cli_kit.options import open_client, partitions_option, server_options
 from upr_cli_kit.output import json_option, print_result, verbose_option
-from upr_protocol.errors import UprError, shown
+from upr_protocol.errors import BucketNotFoundError, PermissionDeniedError, UprError, shown
 from upr_protocol.limits import VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -30,7 +30,16 @@ def open_bucket(target: str, name: str, **options: Any) -> "Iterator[Bucket]":
     with open_client(target, **options) as client:
         bucket = client.bucket(name)
         # A server that was never there is a wrong address; one that goes away later is waited for.
-        client.admin.partitions(bucket, [0])
+        try:
+            client.admin.partitions(bucket, [0])
+        except BucketNotFoundError:
+            # A replica may lack what the active server has, to which all that is done with the bucket goes.
+            is_active = False
+            # Without the role read that is not told; what is done with the bucket ends with the same error then.
+            with suppress(PermissionDeniedError):
+                is_active = client.admin.topology().active
+            if is_active:
+                raise
         yield bucket
 
 
