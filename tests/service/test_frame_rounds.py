@@ -3,6 +3,7 @@
 import asyncio
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,14 @@ from hypothesis import strategies as st
 
 from tests.harness import WAIT_SECONDS
 from upr.service.overload import frame_rounds
-from upr.service.overload.frame_rounds import SHARE, TIMER_SECONDS, Pace, Rounds
+from upr.service.overload.frame_rounds import (
+    ROUND_FRAMES,
+    ROUNDS,
+    SHARE,
+    TIMER_SECONDS,
+    Pace,
+    Rounds,
+)
 from upr_protocol.limits import ROUND_SECONDS_MAX
 
 
@@ -111,3 +119,36 @@ async def test_those_who_wait_are_woken_together_and_may_all_send(
     async with asyncio.timeout(WAIT_SECONDS):
         await asyncio.gather(*map(follow, range(5)))
     assert woken == [(number, True) for number in range(5)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("members", [ROUND_FRAMES + 5, 10 * ROUND_FRAMES])
+async def test_many_have_their_turns_in_several_rounds_those_first_who_waited_longest(
+    members: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds()
+    rounds.members = members
+    most = max(ROUND_FRAMES, -(-members // ROUNDS))
+    turns: list[list[int]] = []
+    open_round = rounds._open
+
+    def opened(*arguments: Any, **options: Any) -> None:
+        turns.append([])
+        open_round(*arguments, **options)
+
+    monkeypatch.setattr(rounds, "_open", opened)
+
+    async def follow(number: int) -> None:
+        for _ in range(3):
+            woken = asyncio.Event()
+            while not rounds.join(woken.set):
+                await woken.wait()
+                woken.clear()
+            turns[-1].append(number)
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        await asyncio.gather(*map(follow, range(members)))
+    assert max(map(len, turns)) == most
+    order = [number for one in turns for number in one]
+    assert order == [*range(members)] * 3

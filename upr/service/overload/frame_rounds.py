@@ -1,14 +1,15 @@
 """Rounds of small frames, and their pace: followers that wait for changes send in rounds, and rounds come less often under load.
 
 A commit wakes every follower, and a frame costs much the same whatever is in it, at both ends. So small frames go out in
-rounds, in each of which every waiting follower sends one. The time from one round to the next is a multiple of what the
-rounds take: followers leave most of the event loop to others, and what comes in between goes with one frame. What makes
+rounds, in each of which those who have waited longest send one. The time from one round to the next is a multiple of what
+the rounds take: followers leave most of the event loop to others, and what comes in between goes with one frame. What makes
 the loop slow makes the rounds longer, or late, which counts as well. A follower alone does not wait.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import Final
 
 from upr_protocol.limits import ROUND_SECONDS_MAX
@@ -16,6 +17,10 @@ from upr_protocol.limits import ROUND_SECONDS_MAX
 SHARE: Final = 4
 """The next round begins this many times a round's duration after it began. In that time frames are handed to gRPC, which
 then works for about as long; a client on the same machine takes several times as much for a frame."""
+ROUNDS: Final = 4
+ROUND_FRAMES: Final = 16
+"""In so many rounds all followers have a turn, or in fewer of so many frames: in a round the last one waits for all before it, at
+the server and again at a client of many followers, and what is shared is made once a round."""
 TIMER_SECONDS: Final = 0.001
 """Resolution of the event loop's timers: shorter waits, and delays, are none."""
 
@@ -58,7 +63,7 @@ class Pace:
 class Rounds:
     """Rounds of a server's followers, of which there are ``members``; one alone does not wait.
 
-    In a round all waiting followers are woken in one turn of the event loop: they stand at the same place then, and can
+    In a round those who have waited longest are woken in one turn of the event loop: they stand at the same place then, and can
     share a frame.
     """
 
@@ -68,6 +73,10 @@ class Rounds:
         self._waiting: dict[Callable[[], None], None] = {}
         self._is_open = False
         self._frames = 0
+
+    @property
+    def _most(self) -> int:
+        return max(ROUND_FRAMES, -(-self.members // ROUNDS))
 
     def join(self, wake: Callable[[], None]) -> bool:
         """Return whether a frame is to be sent now. If not, ``wake`` is called when the next round begins."""
@@ -83,12 +92,15 @@ class Rounds:
                 self._waiting[wake] = None
                 return False
             self._open(loop, now, waited=False)
+        elif self._frames >= self._most:
+            self._waiting[wake] = None
+            return False
         self._frames += 1
         return True
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for wake in waiting:
+        for wake in list(islice(self._waiting, self._most)):
+            del self._waiting[wake]
             wake()
         self._open(loop, time.monotonic(), waited=True)
 
@@ -97,9 +109,12 @@ class Rounds:
         self._is_open = True
         self._frames = 0
         self.pace.begin(now, waited=waited)
-        loop.call_soon(self._close)
+        loop.call_soon(self._close, loop)
 
-    def _close(self) -> None:
+    def _close(self, loop: asyncio.AbstractEventLoop) -> None:
         self._is_open = False
+        now = time.monotonic()
         if self._frames:
-            self.pace.end(time.monotonic(), self._frames)
+            self.pace.end(now, self._frames)
+        if self._waiting:
+            loop.call_later(self.pace.left(now), self._begin, loop)
