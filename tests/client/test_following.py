@@ -81,14 +81,25 @@ class World:
         self.following.acknowledge()
         return batch
 
-    def renewed(self, number: int) -> None:
-        self.following.heard(number)
+    def heard(self, number: int) -> wire.FollowResponse:
         answer = wire.FollowResponse(renewed=wire.Renewed(number=number))
-        self.following.take(answer, NO_HIGHS)
+        self.following.heard(answer)
+        return answer
+
+    def renewed(self, number: int) -> None:
+        self.following.take(self.heard(number), NO_HIGHS)
+
+    def arrived(
+        self, generation: int, *owned: int, release: tuple[int, ...] = ()
+    ) -> wire.FollowResponse:
+        message = wire.Assignment(generation=generation, owned=owned, to_release=release)
+        told = wire.FollowResponse(assignment=message)
+        self.following.heard(told)
+        return told
 
     def assign(self, generation: int, *owned: int, release: tuple[int, ...] = ()) -> None:
-        message = wire.Assignment(generation=generation, owned=owned, to_release=release)
-        outcome = self.following.take(wire.FollowResponse(assignment=message), NO_HIGHS)
+        told = self.arrived(generation, *owned, release=release)
+        outcome = self.following.take(told, NO_HIGHS)
         assert outcome.lost is None, outcome
 
     def found(self, *stored: tuple[int, Position, int], version: int = VERSION) -> None:
@@ -260,11 +271,31 @@ def test_an_answer_that_nobody_has_taken_yet_renews_a_lease() -> None:
     batch = made.take_batch(frame((11, run_block(1, 0, 4))))
     made.now += LEASE / 2
     (renew,), _ = made.following.renewals()
-    made.following.heard(renew.renew.number)
+    made.heard(renew.renew.number)
     made.now += LEASE / 2
     assert made.following.may_handle(batch.changes[0])
     made.now += LEASE / 2
     assert not made.following.may_handle(batch.changes[0])
+
+
+def test_nothing_more_begins_a_lease_after_a_part_was_asked_for_and_not_handed_over() -> None:
+    """The application is busy and takes no message; its handlers work, and answers renew the lease."""
+    made = member(acknowledge="manual")
+    batch = made.take_batch(frame((11, run_block(1, 0, 4))))
+    asked = made.arrived(6, 1, 2, release=(2,))
+    made.now += LEASE / 2
+    (renew,), _ = made.following.renewals()
+    made.heard(renew.renew.number)
+    assert made.following.may_handle(batch.changes[0])
+    made.now += LEASE / 2
+    assert not made.following.may_handle(batch.changes[0])
+    assert made.following.take(asked, NO_HIGHS).lost is None
+    assert not made.following.may_handle(batch.changes[0])
+    # The server decides whether what was acknowledged in time counts.
+    assert made.following.next_step(True) is Step.SAVE
+    made.save()
+    made.following.next_step(True)
+    assert made.following.take_revoked(False) == [1, 2]
 
 
 def test_an_answer_that_comes_behind_the_end_of_the_lease_has_nothing_handled() -> None:
@@ -274,7 +305,7 @@ def test_an_answer_that_comes_behind_the_end_of_the_lease_has_nothing_handled() 
     made.now += LEASE / 2
     (renew,), _ = made.following.renewals()
     made.now += LEASE / 2
-    made.following.heard(renew.renew.number)
+    made.heard(renew.renew.number)
     assert not made.following.may_handle(batch.changes[0])
 
 

@@ -210,3 +210,53 @@ def test_what_was_handed_out_holds_a_partition_for_half_a_lease() -> None:
     assert membership.releasable(116, busy={1, 2}) == [1, 2]
     membership.released([1, 2])
     assert membership.releasable(116, busy=()) == []
+
+
+def test_what_was_asked_for_ends_the_lease_until_it_is_handed_over() -> None:
+    """Of an application that is busy for long: another thread hears the answers, and nobody takes the Assignment."""
+    membership = member(lease=30, at=100)
+    membership.assigned(assignment(5, 1, 2), 100)
+    for now in (110, 120):
+        membership.renewed(renewal(membership, now), now)
+    asked = assignment(6, 1, 2, release=(2,))
+    membership.arrived(asked)
+    for now in (130, 140, 150):
+        membership.heard(renewal(membership, now), now)
+    # By the server's clock it is another's from 30 after it was asked for: at or behind 120.
+    assert [membership.expired(now) for now in (149.9, 150)] == [False, True]
+    assert membership.assigned(asked, 151) is None
+    assert membership.expired(151)
+    assert membership.expire(151) == [1, 2]
+    renew, *_ = [one for one in membership.due(151) if one.HasField("renew")]
+    assert membership.renewed(renew.renew.number, 152) == ([], [], [2], [])
+
+
+@pytest.mark.parametrize("taken", [125, 140])
+def test_what_was_asked_for_and_taken_in_time_ends_nothing_once_it_is_handed_over(
+    taken: int,
+) -> None:
+    membership = member(lease=30, at=100)
+    membership.assigned(assignment(5, 1, 2), 100)
+    membership.renewed(renewal(membership, 120), 120)
+    asked = assignment(6, 1, 2, release=(2,))
+    membership.arrived(asked)
+    share = membership.assigned(asked, taken)
+    assert share is not None
+    assert share.release == [2]
+    membership.renewed(renewal(membership, 140), 140)
+    assert [membership.expired(now) for now in (149.9, 150)] == [False, True]
+    assert membership.next_due(145) <= 5
+    membership.released([2])
+    assert not membership.expired(150)
+
+
+def test_an_assignment_that_takes_nothing_ends_no_lease() -> None:
+    membership = member(lease=30, at=100)
+    membership.assigned(assignment(5, 1), 100)
+    membership.arrived(assignment(6, 1, 2))
+    membership.heard(renewal(membership, 120), 121)
+    assert not membership.expired(140)
+    assert membership.assigned(assignment(6, 1, 2), 140) == ([2], [], [], [])
+    membership.arrived(assignment(7, 2))
+    membership.opening()
+    assert not membership.expired(149)

@@ -173,8 +173,11 @@ class SimulatedClient:
                 self._send(arrived.answer)
             if arrived.half_close:
                 self._half_close()
-            if arrived.keep:
-                (self._shares if is_of_group(message) else self._inbox).append(message)
+            if is_of_group(message):
+                self.following.heard(message)
+                self._shares.append(message)
+            elif arrived.keep:
+                self._inbox.append(message)
         if connection.client_knows() and (not self._inbox or self._inbox[-1] is not _NO_END):
             self._inbox.append(_NO_END)
 

@@ -542,7 +542,7 @@ class Follow:
     given back; of heartbeats only the newest numbers are kept.
 
     Args:
-        on_renewed: takes the number of each answer to a Renew, on the reader; must not block.
+        on_share: takes each message about a member's share, on the reader; must not block.
 
     Attributes:
         waits: whether ``next`` waits for a message; so also after an exception that it did not raise itself.
@@ -552,9 +552,9 @@ class Follow:
         self,
         method: Callable[..., Any],
         request: stream_pb2.Open,
-        on_renewed: Callable[[int], None],
+        on_share: Callable[[stream_pb2.FollowResponse], None],
     ) -> None:
-        self._on_renewed = on_renewed
+        self._on_share = on_share
         self._inbox: Queue[Any] = Queue()
         self._told: deque[stream_pb2.FollowResponse] = deque()
         self.waits = False
@@ -573,9 +573,8 @@ class Follow:
             self._call.half_close()
         if is_of_group(message):
             # Ahead of the frames that wait: a lease must not end because the application is slow.
+            self._on_share(message)
             self._told.append(message)
-            if message.HasField("renewed"):
-                self._on_renewed(message.renewed.number)
             self._inbox.put(_WAKE)
         elif arrived.keep:
             self._inbox.put(message)

@@ -1,6 +1,7 @@
 """Shares of a group: a member's partitions and lease, and positions that only their owner may store in the server."""
 
 import math
+from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -59,7 +60,12 @@ class Membership:
         self._number = 0
         self._sent: dict[int, float] = {}
         self._heard = 0
-        self._waiting: stream_pb2.Assignment | None = None
+        # When the lease ended by what was known when the server asked for what is not handed over yet: within a lease of that
+        # it gives it to others. Of each Assignment that arrived and was not taken, infinity where it takes nothing, and of
+        # each partition of ``releasing`` that was begun.
+        self._arrived: deque[float] = deque()
+        self._until: dict[int, float] = {}
+        self._waiting: tuple[stream_pb2.Assignment, float] | None = None
         self._give_up: set[int] = set()
         # Released ones, with the number of the Renew before that: until a later one is answered the server may not have read
         # the Release of what it names.
@@ -68,6 +74,10 @@ class Membership:
         self._passing: set[int] = set()
         # Those of ``owned`` that one did not name which had to wait: they may have been another member's meanwhile.
         self._missed: set[int] = set()
+
+    def opening(self) -> None:
+        """A call is opened: what came over the one before and was not taken is of no use."""
+        self._arrived.clear()
 
     def opened(self, server_id: int, lease_seconds: float, sent_at: float) -> list[int]:
         """A call was accepted whose Open was sent then. Return what is not this member's any more.
@@ -95,6 +105,11 @@ class Membership:
         self._give_up.clear()
         return lost
 
+    def arrived(self, message: stream_pb2.Assignment) -> None:
+        """An Assignment arrived, which is taken later, with ``assigned``. On the reader."""
+        takes = bool(message.to_release) or not self.owned.issubset(message.owned)
+        self._arrived.append(self._end if takes else math.inf)
+
     def assigned(self, message: stream_pb2.Assignment, now: float) -> Share | None:
         """Take what the server says about this member's share; None while the lease counts as ended, see ``renewed``.
 
@@ -102,11 +117,18 @@ class Membership:
             ProtocolError: the generation fell, or a partition to release is not owned.
             InvalidArgumentError: a partition is out of range.
         """
-        if self.expired(now):
+        is_over = self.expired(now)
+        until = min(self._arrived.popleft() if self._arrived else math.inf, self._end)
+        if is_over:
+            if now < self._end:
+                self.end()
             # The age of this Assignment is unknown; the answer to a Renew shows the lease.
-            self._waiting = message
+            self._waiting = message, until
             self._missed |= self.owned - set(message.owned)
             return None
+        return self._assigned(message, until, now)
+
+    def _assigned(self, message: stream_pb2.Assignment, until: float, now: float) -> Share:
         self._waiting = None
         if message.generation < self.generation:
             raise ProtocolError(
@@ -118,7 +140,8 @@ class Membership:
             raise ProtocolError(
                 f"the server asks to release partitions that are not owned: {sorted(release - owned)[:5]}"
             )
-        coming = owned - (self.owned - self._passing - self._missed)
+        begun = self.owned - self._passing - self._missed
+        coming = owned - begun
         # They may be another member's by now.
         self._passing = coming & (release | self._released.keys())
         gained = sorted(coming - self._passing)
@@ -128,6 +151,7 @@ class Membership:
         self.is_told = True
         self.owned = owned
         self.releasing = {p: self.releasing.get(p, now) for p in release}
+        self._until = {p: self._until.get(p, until) for p in release & begun}
         return Share(gained, lost, sorted(release), kept)
 
     def releasable(self, now: float, busy: Container[int]) -> list[int]:
@@ -150,14 +174,22 @@ class Membership:
         self._missed.difference_update(gone)
         for partition in gone:
             self.releasing.pop(partition, None)
+            self._until.pop(partition, None)
         return gone
 
     # The lease.
 
     def expired(self, now: float) -> bool:
-        """Whether the lease has ended, by this member's own count."""
-        heard_at = self._sent.get(self._heard, -math.inf)
-        return now >= max(self._ends, heard_at + self._lease)
+        """Whether the lease has ended, by this member's own count.
+
+        What was asked for and is not handed over ends it too, however it is renewed: within a lease the server gives that to
+        others, and it cannot be handed out further without the rest.
+        """
+        return now >= min([self._end, *self._arrived, *self._until.values()])
+
+    @property
+    def _end(self) -> float:
+        return max(self._ends, self._sent.get(self._heard, -math.inf) + self._lease)
 
     def heard(self, number: int, now: float) -> None:
         """The answer to a Renew arrived: the lease goes on, also while nobody takes that with ``renewed``. On the reader.
@@ -180,6 +212,9 @@ class Membership:
         """
         if not self.expired(now):
             return []
+        if now < self._end:
+            # What is renewed is begun anew behind what was asked for.
+            self.end()
         gone = self.forget()
         self._give_up.update(gone)
         return gone
@@ -209,7 +244,7 @@ class Membership:
         self._ends = max(self._ends, sent_at + self._lease)
         self._sent = {other: at for other, at in self._sent.items() if other > number}
         waiting, self._waiting = self._waiting, None
-        named = () if waiting is None else set(waiting.owned)
+        named = () if waiting is None else set(waiting[0].owned)
         # What waited may have been sent before the Release was read, although this answer came behind that: a further
         # Renew, which is due at once, tells.
         self._released = {
@@ -218,7 +253,7 @@ class Membership:
             if before >= number or p in named
         }
         if waiting is not None:
-            return self.assigned(waiting, now)
+            return self._assigned(*waiting, now)
         gained = self._passing - self.releasing.keys() - self._released.keys()
         self._passing -= gained
         return Share(sorted(gained), [], [], []) if gained else None
@@ -232,7 +267,7 @@ class Membership:
         """In how many seconds there is something to do: a renewal, the lease's end, a partition to hand over."""
         times = [self._next_renewal()]
         if not self.expired(now):
-            times.append(self._ends)
+            times += [self._ends, *self._until.values()]
             times += [at + self._lease * _RELEASE_SHARE for at in self.releasing.values()]
         return max(min(times) - now, 0.0)
 

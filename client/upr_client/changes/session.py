@@ -491,6 +491,8 @@ class Following:
     def open_message(self, bucket: str) -> stream_pb2.Open:
         """Return the first message of a call that is opened now."""
         self._opening_at = self._lease_now()
+        if self._membership is not None:
+            self._membership.opening()
         version = self._calls.version(self.session.bucket_version)
         return self._options.open_message(bucket, version, self._calls.interval)
 
@@ -630,10 +632,14 @@ class Following:
         self.taken = None
         self.session.abandon()
 
-    def heard(self, number: int) -> None:
-        """The answer to a Renew arrived, and is taken later; from any thread."""
-        if self._membership is not None:
-            self._membership.heard(number, self._lease_now())
+    def heard(self, message: stream_pb2.FollowResponse) -> None:
+        """A message about a member's share arrived, and is taken later; from any thread."""
+        if self._membership is None:
+            return
+        if message.HasField("renewed"):
+            self._membership.heard(message.renewed.number, self._lease_now())
+        else:
+            self._membership.arrived(message.assignment)
 
     def renewals(self) -> tuple[list[stream_pb2.FollowRequest], bool]:
         """Return what a member's lease needs to be sent now, and whether an answer is awaited."""
