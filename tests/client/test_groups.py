@@ -440,9 +440,11 @@ async def test_a_lease_ends_while_the_machine_sleeps(
 ) -> None:
     """The server, which was awake, has given all to others by then."""
     slept, said = [0.0], list[str]()
-    clock = time.clock_gettime
+    clock = time.clock_gettime_ns
     monkeypatch.setattr(
-        time, "clock_gettime", lambda which: clock(which) + slept[0] * (which == BOOTTIME)
+        time,
+        "clock_gettime_ns",
+        lambda which: clock(which) + int(slept[0] * 1e9) * (which == BOOTTIME),
     )
     async with AsyncClient(target) as client, asyncio.timeout(WAIT_SECONDS):
         bucket = client.bucket()

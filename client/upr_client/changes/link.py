@@ -153,7 +153,7 @@ class Clock(NamedTuple):
 def boot_seconds() -> float:
     """Return the time since the machine was started, with the time that it slept; elsewhere than on Linux what is next to it."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock)
+    return time.monotonic() if clock is None else time.clock_gettime_ns(clock) / 1e9
 
 
 class Reconnecting:
