@@ -237,6 +237,24 @@ def test_what_is_passed_over_as_the_lease_has_ended_comes_again_although_an_answ
     assert list(release.release.partitions) == [1, 2]
 
 
+def test_what_is_passed_over_as_a_part_was_not_handed_over_comes_again_once_it_is() -> None:
+    made = member(acknowledge="manual")
+    batch = made.take_batch(frame((11, run_block(1, 0, 4))))
+    made.assign(6, 1, 2, release=(2,))
+    made.now += LEASE / 2
+    (renew,), _ = made.following.renewals()
+    made.renewed(renew.renew.number)
+    made.now += LEASE / 2
+    assert not made.following.may_handle(batch.changes[0])
+    assert made.following.let_go_of_share() == [2]
+    made.following.release([2])
+    assert not made.following.may_handle(batch.changes[0])
+    assert made.following.next_step(True) is Step.SAVE
+    made.save()
+    made.following.next_step(True)
+    assert made.following.session.partitions == []
+
+
 def test_a_call_that_is_opened_behind_the_end_of_the_lease_begins_all_anew() -> None:
     made = member(acknowledge="manual")
     batch = made.take_batch(frame((11, run_block(1, 0, 4))))
