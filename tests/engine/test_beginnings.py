@@ -57,7 +57,7 @@ def seqnos(follower: Follower, store: Store | None = None) -> list[int]:
         frame = follower.next_frame()
         if frame is not None:
             found += [row[1] for row in all_rows(map(decode_block, frame.blocks))]
-            follower.credit.give_back(frame.size)
+            follower.credit.give_back(frame.cost)
             continue
         wanted = follower.next_read()
         if wanted is None:

@@ -105,7 +105,7 @@ class Reader:
         frame = self.engine.next_frame()
         if frame is None:
             return False
-        self.engine.credit.give_back(frame.size)
+        self.engine.credit.give_back(frame.cost)
         for block in map(decode_block, frame.blocks):
             rows = [Row(*row[1:]) for row in all_rows([block])]
             self.rows += rows

@@ -26,6 +26,7 @@ from upr_client import Client
 from upr_client.testing import keys_in
 from upr_protocol.limits import (
     ADMIN_SOCKET,
+    CREDIT_FRAMES,
     PARTITIONS,
     PEER_CALLS,
     TEXT_BUCKETS_MAX,
@@ -209,6 +210,15 @@ def test_bad_lines_are_told_and_change_nothing(server: RunningServer) -> None:
         client.say("x" * 5000)
         assert "must be at most 4096; end each command with a line feed" in client.error()
         client.end()
+
+
+def test_a_connection_goes_on_behind_many_small_frames(server: RunningServer) -> None:
+    with replicating(text_address(server), f"REPLICATE default {P} 0") as client:
+        client.until(lambda: client.tokens)
+        # One at a time: each costs more of the credit than its bytes.
+        for number in range(2 * CREDIT_FRAMES):
+            write(server, (KEYS[0], b"%d" % number))
+            client.until(lambda value=b"%d" % number: client.rows() == {KEYS[0]: value})
 
 
 def test_a_batch_has_its_token_at_the_end_and_several_partitions_go_on_by_themselves(

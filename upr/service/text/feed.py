@@ -47,11 +47,13 @@ class Lines(NamedTuple):
     """The lines of a frame.
 
     Args:
-        size: of the frame, in bytes; counts against the credit until ``Feed.sent``.
+        size: of the frame, in bytes.
+        cost: what it takes of the credit until ``Feed.sent``.
         pieces: of the text, made as they are asked for, in any thread.
     """
 
     size: int
+    cost: int
     pieces: Iterator[bytes]
 
 
@@ -163,11 +165,11 @@ class Feed:
             return None
         blocks = [decode_block(data) for data in frame.blocks]
         pieces = [self._lines_of(block) for block in blocks]
-        return Lines(frame.size, chain.from_iterable(pieces))
+        return Lines(frame.size, frame.cost, chain.from_iterable(pieces))
 
     def sent(self, lines: Lines) -> None:
         """Give back the credit of lines that were written, or are dropped."""
-        self.follower.credit.give_back(lines.size)
+        self.follower.credit.give_back(lines.cost)
 
     def _lines_of(self, block: Block) -> Iterator[bytes]:
         """Return the lines of a block; what its markers mean for the client is decided now."""
