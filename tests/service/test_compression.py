@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from upr.storage.store import Store
 from upr_client import Client, Tuning
 from upr_client.changes import events
 from upr_protocol.block import Block, build_block
+from upr_protocol.limits import FRAME_PLAIN_BYTES
 from upr_protocol.wire.codec import (
     Tokens,
     block_from_message,
@@ -169,6 +171,32 @@ def test_the_sdk_reads_with_and_without_the_library(
         monkeypatch.setattr(events, "joined_blocks", decode)
         assert everything(client, 20_000) == sorted(ROWS)
         assert any(compressed) == installed
+
+
+def test_compressed_frames_that_wait_are_not_more_together_than_a_frame_may_be(
+    server_process: StartServer,
+) -> None:
+    server = zstd_server(server_process)
+    keys = [b"%d" % number for number in range(40)]
+    words: list[str] = []
+    with Client(server.target) as client:
+        bucket = client.bucket()
+        for key in keys:
+            bucket.set(key, bytes(2**20))
+        restart(server)
+        with bucket.changes(on_status=words.append) as changes:
+            batches = iter(changes.batches())
+            found = [change.key for change in next(batches).changes]
+            # Each of the others is some MiB, of which few bytes are on the wire.
+            time.sleep(1)
+            while len(found) < len(keys):
+                batch = next(batches)
+                assert (
+                    sum(len(change.value or b"") for change in batch.changes) <= FRAME_PLAIN_BYTES
+                )
+                found += [change.key for change in batch.changes]
+    assert sorted(found) == sorted(keys)
+    assert not [one for one in words if "lost" in one], words
 
 
 @pytest.mark.asyncio

@@ -72,9 +72,13 @@ def response_of(data: bytes) -> Any:
 
 
 def small_frame_bytes(message: Any) -> int:
-    """Return the size of a response that holds a frame which protobuf read, 0 for any other."""
-    is_small = isinstance(message, FollowResponse) and message.HasField("frame")
-    return message.ByteSize() if is_small else 0
+    """Return the size of a response that holds a frame which protobuf read, 0 for any other.
+
+    0 also for compressed blocks: they are much more than their bytes, and a frame has a limit for that.
+    """
+    if not isinstance(message, FollowResponse) or not message.HasField("frame"):
+        return 0
+    return 0 if any([block.zstd for block in message.frame.blocks]) else message.ByteSize()
 
 
 def one_frame(messages: Sequence[Any]) -> Any:
