@@ -87,8 +87,9 @@ CREDIT_BYTES: Final = 8 * 2**20
 CREDIT_BYTES_MAX: Final = 256 * 2**20
 CREDIT_RETURN_FRACTION: Final = 4
 """A consumer returns credit when a quarter of its window is consumed."""
-CREDIT_FRAMES: Final = 32
-"""Frames that may be on their way to a consumer: each costs at least this part of its window."""
+CREDIT_FRAMES: Final = 256
+"""Frames that may be on their way to a consumer: each costs at least this part of its window. So many that frames, of which
+there is one a commit, do not wait for the credit of a consumer that is a third of a second away."""
 
 SECONDS_MAX: Final = 1e9
 """Longest time that a caller may give to something, 31 years: threads and gRPC take no more than about ten times that."""

@@ -96,13 +96,13 @@ def test_a_quarter_of_a_window_that_four_does_not_divide() -> None:
     assert [credit.consumed(1), credit.consumed(1)] == [0, 2]
 
 
-@pytest.mark.parametrize("window", [CREDIT_BYTES, CREDIT_FRAMES, 1000])
+@pytest.mark.parametrize("window", [CREDIT_BYTES, CREDIT_FRAMES, 32_100])
 def test_no_more_small_frames_are_out_than_a_window_has_parts(window: int) -> None:
     sender, receiver = CreditWindow(window), CreditReturn(window)
     costs = [sender.spend(1) for _ in range(CREDIT_FRAMES)]
     while sender.may_send(1):
         costs.append(sender.spend(1))
-    # 1000 is not so many parts of the same size.
+    # 32,100 is not so many parts of the same size.
     assert CREDIT_FRAMES <= len(costs) <= CREDIT_FRAMES + 1
     returned = [receiver.consumed(cost) for cost in costs]
     assert sum(map(bool, returned)) >= CREDIT_RETURN_FRACTION - 1
@@ -110,7 +110,20 @@ def test_no_more_small_frames_are_out_than_a_window_has_parts(window: int) -> No
     assert sender.may_send(1)
 
 
-@given(st.integers(1, 200), st.lists(st.integers(0, 100), min_size=1, max_size=60))
+def test_frames_of_a_steady_writer_do_not_wait_for_a_distant_consumer() -> None:
+    # One each 2 ms, and what they cost is back 300 ms later.
+    sender, receiver = CreditWindow(), CreditReturn()
+    coming: list[tuple[int, int]] = []
+    for now in range(0, 3000, 2):
+        while coming and coming[0][0] <= now:
+            sender.give_back(coming.pop(0)[1])
+        assert sender.may_send(100), now
+        returned = receiver.consumed(sender.spend(100))
+        if returned:
+            coming.append((now + 300, returned))
+
+
+@given(st.integers(1, 2000), st.lists(st.integers(0, 1000), min_size=1, max_size=60))
 def test_both_sides_together_never_stall_nor_overrun(window: int, sizes: list[int]) -> None:
     sender, receiver = CreditWindow(window), CreditReturn(window)
     on_the_way: list[int] = []

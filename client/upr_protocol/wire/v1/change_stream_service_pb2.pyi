@@ -1116,7 +1116,7 @@ class Frame(_message.Message):
     """
     credit_bytes: _builtins.int
     """What the frame takes from the window until Credit gives it back: the bytes of its blocks, encoded, also where
-    plain runs take their place, and at least a 32nd of the window, so that a client that is slow gets few frames with
+    plain runs take their place, and at least a 256th of the window, so that a client that is slow gets few frames with
     much in each. Rows that need several frames are counted in the last of them, and in the others 0.
     """
     @_builtins.property
