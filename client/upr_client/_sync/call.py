@@ -48,7 +48,7 @@ from upr_protocol.errors import (
     UprError,
 )
 from upr_protocol.limits import CLIENT_GETS, FRAME_BYTES
-from upr_protocol.wire.frames import follower_stub, one_frame, small_frame_bytes
+from upr_protocol.wire.frames import FrameResponse, follower_stub, may_join, one_frame
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin_pb2
 from upr_protocol.wire.v1 import change_stream_service_pb2 as stream_pb2
@@ -623,8 +623,8 @@ class Follow:
         self.waits = True
         message = self._inbox.get(seconds)
         self.waits = False
-        if small_frame_bytes(message):
-            return self._with_more(message)
+        if isinstance(message, FrameResponse):
+            message = self._with_more(message)
         if message is _WAKE:
             return self.told()
         if message is None:
@@ -634,17 +634,18 @@ class Follow:
         given: stream_pb2.FollowResponse = self._unless_end(message)
         return given
 
-    def _with_more(self, message: Any) -> stream_pb2.FollowResponse:
-        """Return a small frame and those right behind it as one, up to FRAME_BYTES: who is slow gets much at a time."""
-        frames, room = [message], FRAME_BYTES - small_frame_bytes(message)
-        while (behind := self._inbox.peek()) is not None:
-            size = small_frame_bytes(behind)
-            if not 0 < size <= room:
-                break
+    def _with_more(self, message: FrameResponse) -> Any:
+        """Return a frame and those right behind it as one, up to FRAME_BYTES: who is slow gets much at a time."""
+        room = FRAME_BYTES - message.size
+        behind: Any = self._inbox.peek() if room > 0 else None
+        if not may_join(behind, room) or not may_join(message, FRAME_BYTES):
+            return message
+        frames = [message]
+        while may_join(behind, room):
             frames.append(self._inbox.take())
-            room -= size
-        given: stream_pb2.FollowResponse = one_frame(frames)
-        return given
+            room -= behind.size
+            behind = self._inbox.peek()
+        return one_frame(frames)
 
     @property
     def is_late(self) -> bool:

@@ -364,7 +364,7 @@ class Changes:
     def batches(self) -> "Batches":
         """Iterate over whole frames, which is many times as fast as change by change.
 
-        Small frames that came while the application was busy are one batch, up to 1 MiB: who is slow gets more at a time.
+        Small frames that came while the application was busy are one batch, up to 512 KiB: who is slow gets more at a time.
 
         With ``on_rollback="event"`` and "restart" a ``Rollback`` comes as an item of its own.
         """

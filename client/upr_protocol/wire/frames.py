@@ -47,9 +47,15 @@ class Frame(NamedTuple):
 
 
 class FrameResponse(NamedTuple):
-    """As a ``FollowResponse`` that holds a frame."""
+    """As a ``FollowResponse`` that holds a frame.
 
-    frame: Frame
+    Attributes:
+        frame: a ``Frame``, or protobuf's, which has the same attributes.
+        size: of the message, in bytes.
+    """
+
+    frame: Any
+    size: int
 
     def WhichOneof(self, _: str) -> str:
         """Return what it holds."""
@@ -57,38 +63,38 @@ class FrameResponse(NamedTuple):
 
 
 def response_of(data: bytes) -> Any:
-    """Return a ``FollowResponse``, or a ``FrameResponse`` that has the same in it.
+    """Return a ``FollowResponse``, or a ``FrameResponse`` where that holds a frame.
 
     Raises:
         DecodeError: the bytes are none.
     """
     if len(data) >= LARGE_BYTES and data[0] == _FRAME_TAG:
         try:
-            return FrameResponse(_frame(data))
+            return FrameResponse(_frame(data), len(data))
         except IndexError:
             # Further columns, fields in another order, or damage.
             pass
-    return FollowResponse.FromString(data)
+    response = FollowResponse.FromString(data)
+    return FrameResponse(response.frame, len(data)) if response.HasField("frame") else response
 
 
-def small_frame_bytes(message: Any) -> int:
-    """Return the size of a response that holds a frame which protobuf read, 0 for any other.
+def may_join(message: Any, room: int) -> bool:
+    """Return whether a message holds a frame that may become one with others, and is at most ``room`` bytes.
 
-    0 also for compressed blocks: they are much more than their bytes, and a frame has a limit for that.
+    No compressed one: blocks are much more than their compressed bytes, and a frame has a limit for that.
     """
-    if not isinstance(message, FollowResponse) or not message.HasField("frame"):
-        return 0
-    return 0 if any([block.zstd for block in message.frame.blocks]) else message.ByteSize()
+    if not isinstance(message, FrameResponse) or message.size > room:
+        return False
+    return not any([block.zstd for block in message.frame.blocks])
 
 
-def one_frame(messages: Sequence[Any]) -> Any:
+def one_frame(messages: Sequence[FrameResponse]) -> FrameResponse:
     """Return responses that hold frames, in their order, as one."""
-    if len(messages) == 1:
-        return messages[0]
     frames = [message.frame for message in messages]
     blocks = [block for frame in frames for block in frame.blocks]
     tokens = b"".join([frame.tokens for frame in frames])
-    return FrameResponse(Frame(blocks, tokens, sum([frame.credit_bytes for frame in frames])))
+    credit = sum([frame.credit_bytes for frame in frames])
+    return FrameResponse(Frame(blocks, tokens, credit), sum([one.size for one in messages]))
 
 
 def follower_stub(channel: Any) -> Any:
