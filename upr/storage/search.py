@@ -428,31 +428,37 @@ class StoreSearch:
             while self._left and size < BITE_BYTES:
                 partition = self._left[-1]
                 try:
-                    size += self._step(cursor, partition)
+                    size += self._search_partition(cursor, partition, BITE_BYTES - size)
                 except (CorruptBlockError, DataDamagedError) as error:
                     self._lookup.fail([partition], _damaged(partition, error))
                     self._next_partition()
         return not self._left
 
-    def _step(self, cursor: BlockCursor, partition: int) -> int:
-        """Search the next blocks of a partition, and return the size of what was read."""
+    def _search_partition(self, cursor: BlockCursor, partition: int, most: int) -> int:
+        """Search the next blocks of a partition, of some bytes or more; return what was read."""
+        lookup, floor = self._lookup, self._floors.item(partition)
+        size = 0
         if self._at is None:
-            self._at = int(self._ends[partition])
-        floor, sought = int(self._floors[partition]), self._lookup.sought(partition)
-        if self._at <= floor or not sought:
-            self._next_partition()
-            return 0
-        found, size = cursor.candidate(partition, self._at, floor, BITE_BYTES, sought)
-        if found is None:
-            return self._search_whole(cursor, partition, cursor.containing(partition, self._at).end)
-        start, end, count, rows = found
-        if rows:
-            data = cursor.mapped(partition, end)
-            run = (partition, count, start, end)
-            if len(data) < HEAD_BYTES or RUN_FIELDS.unpack_from(data, 2)[:4] != run:
-                return size + self._search_whole(cursor, partition, end)
-            size += len(data) + self._lookup.take(read_rows(data, rows, check=True))
-        self._at = start
+            self._at = self._ends.item(partition)
+        while self._at > floor and (sought := lookup.sought(partition)):
+            if size >= most:
+                return size
+            found, looked_at = cursor.candidate(partition, self._at, floor, BITE_BYTES, sought)
+            size += looked_at
+            if found is None:
+                end = cursor.containing(partition, self._at).end
+                size += self._search_whole(cursor, partition, end)
+                continue
+            start, end, count, rows = found
+            if rows:
+                data = cursor.mapped(partition, end)
+                run = (partition, count, start, end)
+                if len(data) < HEAD_BYTES or RUN_FIELDS.unpack_from(data, 2)[:4] != run:
+                    size += self._search_whole(cursor, partition, end)
+                    continue
+                size += len(data) + lookup.take(read_rows(data, rows, check=True))
+            self._at = start
+        self._next_partition()
         return size
 
     def _search_whole(self, cursor: BlockCursor, partition: int, end: int) -> int:
