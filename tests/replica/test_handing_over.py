@@ -18,6 +18,7 @@ from upr.replica.ownership import Ownership
 from upr.replica.replica_service import ReplicaMethods
 from upr.replica.replication import Replication
 from upr.replica.upstream_tables import take_tables
+from upr.service.buckets import catalog
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.conversation import REPLICAS_NAME
@@ -582,6 +583,8 @@ async def test_a_writer_that_is_sent_to_the_next_owner_is_served_when_that_is_ac
 
     monkeypatch.setattr(Ownership, "_serve", late)
     monkeypatch.setattr(Catalog, "check_active_soon", entered)
+    # On a busy machine a bucket becomes active in more than two seconds.
+    monkeypatch.setattr(catalog, "BECOMING_SECONDS", WAIT_SECONDS)
     promoting = asyncio.create_task(new.ownership.promote(takeover=True))
     await until(lambda: not old.ownership.active)
     # It is refused by the one, and tries the other once.
