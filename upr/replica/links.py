@@ -173,7 +173,8 @@ class Channels:
             self._drop(address)
 
     async def close(self) -> None:
-        for _, link in self._open.values():
+        while self._open:
+            # Others may be opened meanwhile.
+            _, (_, link) = self._open.popitem()
             await link.close()
-        self._open.clear()
         await asyncio.gather(*self._closing)

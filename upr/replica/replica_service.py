@@ -24,16 +24,11 @@ from upr_protocol.wire.v1.types_pb2 import SetPart
 
 log = logging.getLogger(__name__)
 _TOPOLOGY = "/upr.v1.ReplicaService/GetTopology"
+_CANCEL_SECONDS = 1.0
+_CANCELS = 5
+"""What a promotion leaves undone may wait for a disk that is full: it is cancelled again, and then left."""
 _UNTOLD = "whoever has a role for all buckets is told why"
 _T = TypeVar("_T")
-
-
-async def _whole(work: Coroutine[Any, Any, _T]) -> _T:
-    """Do it to its end, also when the caller is gone: half a change of owner is none."""
-    try:
-        return await finish_even_if_cancelled(asyncio.create_task(work))
-    except PASSING as error:
-        raise StorageFailedError(words_of(error), retriable=True) from error
 
 
 class ReplicaMethods:
@@ -52,6 +47,7 @@ class ReplicaMethods:
             catalog, config, address, None if cluster is None else cluster.rows
         )
         self._set_status = SetStatus(self._ownership, catalog, cluster, config.min_copies)
+        self._works: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
         ownership = self._ownership
@@ -64,6 +60,26 @@ class ReplicaMethods:
                     tasks.create_task(self._cluster.run(ownership))
         finally:
             await ownership.peers.close()
+
+    async def end(self) -> None:
+        """End what outlives its callers, and whom it follows: nothing may be claimed, or come, once the buckets are closed."""
+        for _ in range(_CANCELS):
+            for work in self._works:
+                work.cancel()
+            if self._works:
+                await asyncio.wait(self._works, timeout=_CANCEL_SECONDS)
+        await self._ownership.follow_nobody()
+        await self._ownership.peers.close()
+
+    async def _whole(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Do it to its end, also when the caller is gone: half a change of owner is none."""
+        task = asyncio.create_task(work)
+        self._works.add(task)
+        task.add_done_callback(self._works.discard)
+        try:
+            return await finish_even_if_cancelled(task)
+        except PASSING as error:
+            raise StorageFailedError(words_of(error), retriable=True) from error
 
     @property
     def serves(self) -> bool:
@@ -155,7 +171,7 @@ class ReplicaMethods:
         return told
 
     async def Promote(self, request: wire.PromoteRequest, context: Context) -> wire.PromoteResponse:
-        end = await _whole(self._promoted(force=request.force, takeover=request.takeover))
+        end = await self._whole(self._promoted(force=request.force, takeover=request.takeover))
         addresses = self._ownership.peers.addresses
         return wire.PromoteResponse(
             row=row_to_message(end.row),
@@ -233,7 +249,7 @@ class ReplicaMethods:
         self._check_not_waiting()
         self._catalog.check_active()
         member = self._ownership.peers.find(request.server)
-        row = await _whole(self._ownership.counted_replicas.forget(member.directory))
+        row = await self._whole(self._ownership.counted_replicas.forget(member.directory))
         return wire.ForgetServerResponse(member=member, row=row_to_message(row))
 
     async def Meet(self, request: wire.MeetRequest, context: Context) -> wire.MeetResponse:
@@ -244,7 +260,7 @@ class ReplicaMethods:
         await ownership.peers.check_only(request.member)
         ownership.peers.heard(request.member)
         ownership.peers.heard_of(request.members)
-        await _whole(ownership.learned(row_of_message(request.row), request.epoch))
+        await self._whole(ownership.learned(row_of_message(request.row), request.epoch))
         standing = ownership.standing
         return wire.MeetResponse(
             member=ownership.peers.member,
@@ -266,7 +282,7 @@ class ReplicaMethods:
         directory = request.candidate.directory
         claim = Row(request.epoch, 0, directory, False, frozenset(), previous)
         promising = ownership.promise(request.epoch, directory, claim, released=request.released)
-        answer = await _whole(promising)
+        answer = await self._whole(promising)
         standing = ownership.standing
         return wire.PromiseResponse(
             member=ownership.peers.member,

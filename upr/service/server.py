@@ -175,6 +175,9 @@ class SetMethods(Protocol):
     async def run(self) -> None:
         """Take part in the set of servers until cancelled."""
 
+    async def end(self) -> None:
+        """End what calls began, once ``run`` was cancelled and no call is open."""
+
     def topology(self, told_why: bool) -> replica_service_pb2.GetTopologyResponse:
         """Return what the server knows of its set; why it waits, which may name any bucket, only if that may be told."""
 
@@ -465,6 +468,8 @@ class Server:
         self._changes.shut_down()
         self._writes.shut_down()
         await asyncio.gather(self._text.stop(), self._grpc.stop(GRACE_SECONDS))
+        if self._sets is not None:
+            await self._sets.end()
         clean = await self._catalog.close()
         if self._web is not None:
             await self._web.stop()
