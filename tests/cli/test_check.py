@@ -94,6 +94,16 @@ def test_damage_is_told_with_its_place_and_with_what_can_be_read(tmp_path: Path)
     assert [f["partition"] for f in document["buckets"][0]["findings"]] == [7]
 
 
+def test_a_part_in_a_set_that_no_server_can_read_is_told(tmp_path: Path) -> None:
+    closed = Closed(tmp_path / "data")
+    (closed.path / "owner.json").write_text("{")
+    result = run_admin("check", closed.path)
+    assert result.exit_code == 2
+    # What can be checked without it is.
+    assert result.stdout == "bucket default: fine: 0 seqnos in 0 partitions\n"
+    assert "owner.json is malformed" in result.stderr
+
+
 def test_a_truncated_file_ends_the_server_with_one_line(server_process: StartServer) -> None:
     server = server_process()
     write(server, 500)

@@ -92,9 +92,10 @@ def exit_code(reports: "Sequence[BucketReport]") -> int:
 def check(directory: Path, partitions: list[int] | None, as_json: bool) -> int:
     """Verify the data directory DIR, which no server may be using. Changes nothing.
 
-    Exit status: 0 all is fine, 1 damage was found, 2 DIR cannot be judged.
+    Exit status: 0 all is fine, 1 damage was found, 2 DIR cannot be judged, or its part in a set cannot be read.
     """
     from upr.storage.check.directory import check_directory
+    from upr.storage.directory import read_standing
 
     total = PARTITIONS if partitions is None else len(partitions)
     with closing(Progress("partitions", total)) as progress:
@@ -102,4 +103,6 @@ def check(directory: Path, partitions: list[int] | None, as_json: bool) -> int:
     print_result(as_json, to_json(reports), to_text(reports) or "there are no buckets")
     if any(report.damaged for report in reports):
         note("there is no repair: take the data from a replica or a backup")
+    # Behind the rest, which can be checked without it; no server starts with a broken one.
+    read_standing(directory, "", replica=False)
     return exit_code(reports)
