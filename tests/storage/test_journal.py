@@ -287,6 +287,16 @@ def test_a_segment_of_another_bucket_is_refused(tmp_path: Path) -> None:
         list(Journal(tmp_path / "j", 8).replay())
 
 
+@pytest.mark.parametrize("name", ["1.journal", "._0000000000000001.journal", "copy of 1.journal"])
+def test_a_file_that_is_no_segment_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    (segment,) = filled(tmp_path / "j", 2)
+    segment.with_name(name).write_bytes(segment.read_bytes())
+    with pytest.raises(DataDamagedError, match="is no segment of this journal") as refused:
+        replayed(tmp_path / "j")
+    assert name in refused.value.message
+    assert refused.value.hint.startswith("move it out of the folder")
+
+
 def test_a_segment_torn_at_its_birth_is_taken_over(tmp_path: Path) -> None:
     (file,) = filled(tmp_path / "j", 1)
     os.truncate(file, 10)

@@ -23,6 +23,7 @@ would get wrong seqnos.
 import contextlib
 import errno
 import os
+import re
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ _CRC = _SIZE = struct.Struct("<I")
 _LENGTH = struct.Struct("<H")
 _NUMBER = struct.Struct("<Q")
 _SEGMENT_MAGIC = b"UPRJ"
+_SEGMENT_NAME = re.compile("[0-9]{16}")
 _RECORD_MAGIC = b"\xf5UR\xfa"
 FORMAT = 2
 _FORMATS_READ = (1, 2)
@@ -199,6 +201,16 @@ class _Segment:
     last_commit: int = 0
 
 
+def _segment_of(path: Path) -> _Segment:
+    if not _SEGMENT_NAME.fullmatch(path.stem):
+        # Left out, a segment that somebody renamed would be missed without a word.
+        raise DataDamagedError(
+            f"{path} is no segment of this journal; its name must be 16 digits",
+            hint="move it out of the folder; or rename it back, if it was renamed",
+        )
+    return _Segment(int(path.stem), path)
+
+
 def _find_record(data: bytes, at: int) -> int:
     """Return where the first complete record from an offset on begins, -1 if there is none."""
     found = data.find(_RECORD_MAGIC, at)
@@ -250,7 +262,7 @@ class Journal:
         write_seconds: what writing and syncing the last record took.
 
     Raises:
-        DataDamagedError: a segment is foreign, or broken before its end.
+        DataDamagedError: a file is no segment, or a segment is foreign, or broken before its end.
         DataDirectoryError: it is of an unknown format.
     """
 
@@ -264,7 +276,7 @@ class Journal:
         self._failed = ""
         self._last_folder_time = 0
         folder.mkdir(exist_ok=True)
-        self._segments = [_Segment(int(p.stem), p) for p in sorted(folder.glob("*.journal"))]
+        self._segments = [_segment_of(path) for path in sorted(folder.glob("*.journal"))]
         self._dropped: list[Path] = []
         self.torn_bytes = 0
         self.write_seconds = 0.0
