@@ -147,6 +147,9 @@ def main() -> int:
     parser.add_argument("--room", type=int, default=10_000, help="how many values are kept")
     try:
         serve(parser.parse_args())
+    except BrokenPipeError:
+        # Nobody reads any more, as after "| head": what is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         say("stopped")
     except UprError as error:

@@ -8,6 +8,7 @@ A change is printed at least once: the file is written once a second, so after a
 """
 
 import argparse
+import os
 import signal
 import sys
 from datetime import datetime
@@ -83,6 +84,9 @@ def main() -> int:
     parser.add_argument("--until-now", action="store_true", help="end when everything is printed")
     try:
         follow(parser.parse_args())
+    except BrokenPipeError:
+        # Nobody reads any more, as after "| head": what is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         say("stopped")
     except UprError as error:

@@ -10,6 +10,7 @@ last changes before its end may be printed twice, by two members.
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 
@@ -60,6 +61,9 @@ def main() -> int:
     parser.add_argument("--lease-seconds", type=float, default=30.0, help="1 to 3600")
     try:
         asyncio.run(follow(parser.parse_args()))
+    except BrokenPipeError:
+        # Nobody reads any more, as after "| head": what is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except asyncio.CancelledError:
         say("stopped; the others go on from here")
     except UprError as error:

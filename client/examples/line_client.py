@@ -31,6 +31,16 @@ def say(words: object) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
+def put(*words: object) -> None:
+    """Print; end where nobody reads any more, as after "| head"."""
+    try:
+        print(*words, flush=True)
+    except BrokenPipeError:
+        # No OSError of the connection, which would be made again. What is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+
+
 class LineClient:
     """What is known of each partition, and what to do with each line of the server."""
 
@@ -80,7 +90,7 @@ class LineClient:
             self.batches[partition].append(row)
         if token != "batch":
             for done in self.batches.pop(partition, []):
-                print(partition, done)
+                put(partition, done)
             self._stand(partition, int(token))
 
     def _stand(self, partition: int, token: int) -> None:
@@ -105,7 +115,7 @@ class LineClient:
         tokens[:] = [
             t for t in tokens if t % 2**48 <= seqno or (not seqno and t >> 48 != asked >> 48)
         ]
-        print(partition, "rollback", tokens[-1] % 2**48 if tokens else 0)
+        put(partition, "rollback", tokens[-1] % 2**48 if tokens else 0)
         return self.ask(partition)
 
     def _end(self, words: str) -> bytes:
@@ -144,7 +154,6 @@ def follow(client: LineClient, connection: socket.socket) -> None:
         heard = time.monotonic()
         *lines, rest = (rest + data).split(b"\n")
         answers = b"".join([client.take(line.decode()) for line in lines])
-        sys.stdout.flush()
         client.save()
         connection.sendall(answers)
     raise ConnectionError(f"nothing came for {SILENT_SECONDS:g} s")

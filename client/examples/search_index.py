@@ -12,6 +12,7 @@ handler that may be called twice with the same change, as setting a document by 
 
 import argparse
 import asyncio
+import os
 import re
 import signal
 import sys
@@ -25,6 +26,16 @@ NO_WORDS: frozenset[str] = frozenset()
 
 def say(words: object) -> None:
     print(words, file=sys.stderr, flush=True)
+
+
+def put(words: str) -> None:
+    """Print; stop where nobody reads any more, as after "| head"."""
+    try:
+        print(words, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Index:
@@ -82,7 +93,7 @@ async def follow(options: argparse.Namespace) -> None:
     def changed(key: bytes, before: frozenset[str], after: frozenset[str]) -> None:
         was, now = wanted <= before, wanted <= after
         if was != now and not options.until_now:
-            print("+" if now else "-", key.decode(errors="replace"), flush=True)
+            put(f"{'+' if now else '-'} {key.decode(errors='replace')}")
 
     index = Index(changed)
     async with AsyncClient(options.target) as client:
@@ -105,7 +116,7 @@ async def follow(options: argparse.Namespace) -> None:
                 on_rollback_event=index.forget,
             )
     for key in sorted(index.find(wanted)):
-        print(key.decode(errors="replace"))
+        put(key.decode(errors="replace"))
 
 
 def main() -> int:

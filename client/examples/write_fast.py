@@ -6,6 +6,7 @@ Ctrl-C ends it early: what was taken until then is written.
 """
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -53,7 +54,7 @@ def write(options: argparse.Namespace, stopping: threading.Event) -> None:
                 writer.set(b"row:%d" % (number % options.keys), value)
                 if stopping.is_set():
                     break
-        print(counter)
+        print(counter, flush=True)
 
 
 def main() -> int:
@@ -78,6 +79,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, lambda *_: stopping.set())
     try:
         write(options, stopping)
+    except BrokenPipeError:
+        # Nobody reads any more, as after "| head": what is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except WriteFailedError as error:
         say(f"write_fast: {error}; partitions {error.partitions[:5]}, keys {error.keys[:5]}")
         return 1

@@ -166,6 +166,49 @@ def test_follow_goes_on_where_it_stood(server_process: StartServer, tmp_path: Pa
         assert len(example.lines) <= 5
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cache_invalidator.py",
+        "follow.py",
+        "group.py",
+        "line_client.py",
+        "search_index.py",
+        "write_fast.py",
+    ],
+)
+def test_it_ends_when_nobody_reads_what_it_prints(
+    name: str, server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process("--text", "127.0.0.1:0")
+    with Client(server.target) as client:
+        text = client.admin.status().text_port
+    assert text is not None
+    write(server, *((b"key %d" % number, b"red apple") for number in range(100)))
+    command = command_of(name, text.address if name == "line_client.py" else server.target)
+    # In the endless one a handler prints, whose errors are for the dead letters.
+    command = [word for word in command if word != "--until-now"]
+    command += ["--rows", "10"] if name == "write_fast.py" else []
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(tmp_path / "err", "wb") as err:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=writing, stderr=err
+        )
+    os.close(writing)
+    try:
+        if name == "cache_invalidator.py":
+            assert process.stdin is not None
+            process.stdin.write(b"key 1\n" * 100)
+            process.stdin.flush()
+        status = process.wait(WAIT_SECONDS)
+    finally:
+        process.kill()
+        process.communicate()
+    words = (tmp_path / "err").read_text()
+    assert (status, "Error" in words, "Broken" in words) == (0, False, False), words
+
+
 def test_follow_from_now_and_by_prefix(
     shared_server: RunningServer, target: str, tmp_path: Path
 ) -> None:
