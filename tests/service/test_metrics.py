@@ -171,6 +171,10 @@ async def test_a_replica_is_ready_when_it_is_in_step(
     assert (seen["upr_replica_connected", ""], seen["upr_replica_undone_rows_total", ""]) == (1, 0)
     lag = "upr_peer_lag_rows", replica.target
     assert (await poll(lambda: told(there), lambda one: one.get(lag) == 0))["upr_active", ""] == 1
+    # What one lacks that acknowledges nothing is not known.
+    server_process("--replicate-from", target, "--anonymous")
+    both = await poll(lambda: told(there), lambda one: one["upr_followers", ""] == 2)
+    assert [peer for name, peer in both if name == "upr_peer_lag_rows"] == [replica.target]
     # It serves reads of what it has while the upstream is away, and an alarm tells of that.
     upstream.kill()
     await poll(replicated, lambda one: one["upr_replica_connected", ""] == 0)

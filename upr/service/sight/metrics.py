@@ -399,8 +399,9 @@ def _add_followers(page: _Page, host: BucketService) -> Iterator[bytes]:
     words = "Open streams that read the store, because they are behind the tail."
     page.gauge("upr_streams_from_store", words, from_store, bucket=name)
     yield b""
-    for replica in replicas_of(host.bucket):
-        words = "Mutations that a replica has not acknowledged."
+    # One that is not registered acknowledges nothing; several may have one address.
+    for replica in (one for one in replicas_of(host.bucket) if not one.anonymous):
+        words = "Mutations that a registered replica has not acknowledged."
         page.gauge("upr_peer_lag_rows", words, replica.lag, bucket=name, peer=replica.address)
 
 

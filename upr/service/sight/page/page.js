@@ -983,7 +983,7 @@ function drawServers() {
     pairs.push(["This server", "is alone"]);
   }
   for (const one of bucket?.replicas ?? []) {
-    pairs.push([`Sends to ${one.address}`, `${one.anonymous ? "not registered, " : ""}${count(Number(one.lag))} behind`]);
+    pairs.push([`Sends to ${one.address}`, one.anonymous ? "not registered" : `${count(Number(one.lag))} behind`]);
   }
   facts($("upstream"), pairs);
 }
