@@ -392,6 +392,8 @@ async def test_streams_of_a_revoked_identity_end(guarded: Guarded) -> None:
         revoke_identity(guarded.file, "reader")
         await task
         assert client in ended
+        # It did not leave by itself.
+        assert "CREDENTIALS_ENDED" in guarded.server.log_text()
         # Others are left alone.
         assert (await owner.admin.status()).follow_calls == 1
         staying.cancel()

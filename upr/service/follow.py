@@ -26,6 +26,7 @@ from upr.engine.streams import (
     FrameOut,
     too_slow,
 )
+from upr.service.access.rules import PERMIT
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.conversation import PLAIN_AT_ONCE_BYTES, Conversation, Found, Outgoing
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, seconds_of_streams
@@ -205,7 +206,9 @@ class FollowCall:
             if self._is_too_slow:
                 log.warning("a consumer is too slow", extra=self._who)
             why = self._cut or ending
-            reason = why.reason if why else "CLIENT_LEFT"
+            permit = PERMIT.get(None)
+            left = "CREDENTIALS_ENDED" if permit is not None and permit.ended else "CLIENT_LEFT"
+            reason = why.reason if why else left
             count_reason(self._host.disk.traffic.ended, reason)
             log.info("follow ended", extra={**self._who, "reason": reason})
         if ending is not None and self._is_too_slow and not self._talk.over:
