@@ -269,7 +269,7 @@ def read_connection(options: Mapping[str, str]) -> Connection:
             "endpoint",
             None,
             "must be given",
-            'for example .option("endpoint", "127.0.0.1:7070"); a table of SQL has its options only where CREATE TABLE '
+            'for example .option("endpoint", "127.0.0.1:7711"); a table of SQL has its options only where CREATE TABLE '
             "has no list of columns and INSERT INTO has one, and not for streams that write",
         )
     if values["token"] is not None and values["tokenFile"] is not None:

@@ -3,6 +3,7 @@
 import json
 import socket
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from pyspark.sql.types import StringType, StructType
 
 from tests.spark.source_engine import Engine, model_settings
 from tests.spark.source_model import ModelServer, Weather
+from upr.config import ServerConfig
 from upr_protocol.errors import TooManyError
 from upr_protocol.handshake import Pin
 from upr_protocol.limits import PARTITIONS, parse_partitions
@@ -641,5 +643,8 @@ def test_options_take_their_values() -> None:
     assert by_partition.starting_times == {6: 1500}
     assert "s3cret" not in repr(settings)
     assert read_connection({"endpoint": "127.0.0.1:1", "other": "1"}).bucket == "default"
+    # The example is where a server listens that was told nothing else.
+    with pytest.raises(UprSparkError, match=ServerConfig(data=Path()).listen):
+        read_connection({})
     assert size(1, 1 << 30)("1GiB") == size(1, 1 << 30)("1g") == 1 << 30
     assert len({option.name.lower() for option in OPTIONS}) == len(OPTIONS)
