@@ -51,17 +51,29 @@ class LineClient:
         self.batches: defaultdict[int, list[str]] = defaultdict(list)
         self.ended: set[int] = set()
         if state and os.path.exists(state):
-            with open(state) as file:
-                kept = json.load(file)
-            self._server = server or kept["server"]
-            self._tokens.update({int(p): tokens for p, tokens in kept["tokens"].items()})
+            try:
+                with open(state) as file:
+                    kept = json.load(file)
+                self._server = server or kept["server"]
+                self._tokens.update({int(p): tokens for p, tokens in kept["tokens"].items()})
+            except OSError as error:
+                raise SystemExit(f"line_client: the state cannot be read: {error}") from None
+            except (AttributeError, KeyError, TypeError, ValueError):
+                raise SystemExit(
+                    f"line_client: {state} is no state of this program; remove it to begin anew"
+                ) from None
 
     def save(self) -> None:
         """Replace the state file as a whole: what it names was printed."""
-        if self._state:
+        if not self._state:
+            return
+        try:
             with open(self._state + ".new", "w") as file:
                 json.dump({"server": self._server, "tokens": self._tokens}, file)
             os.replace(self._state + ".new", self._state)
+        except OSError as error:
+            # No error of the connection, which would be made again, and bring the same again.
+            raise SystemExit(f"line_client: the state cannot be written: {error}") from None
 
     def ask(self, partition: int) -> bytes:
         """Return the command that asks for what follows the newest token, or for everything."""

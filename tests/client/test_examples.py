@@ -338,6 +338,29 @@ def test_the_line_client_goes_on_and_says_what_was_undone(
         assert "; expected 0123456789abcdef" in example.words
 
 
+def test_the_line_client_ends_where_its_state_cannot_be_used(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    server = server_process("--text", "127.0.0.1:0")
+    with Client(server.target) as client:
+        text = client.admin.status().text_port
+    assert text is not None
+    (tmp_path / "damaged").write_text('{"server": "0123456789abcdef"}')
+    (tmp_path / "torn").write_text('{"ser')
+    command = command_of("line_client.py", text.address)
+    for state, words in (
+        ("nowhere/lines.json", "the state cannot be written: "),
+        (".", "the state cannot be read: "),
+        ("damaged", "damaged is no state of this program; remove it to begin anew"),
+        ("torn", "torn is no state of this program; remove it to begin anew"),
+    ):
+        with running(tmp_path / "run", [*command, "--state", str(tmp_path / state)]) as example:
+            assert example.end() == 1
+            line = example.words.splitlines()[-1]
+        assert line.startswith("line_client: ")
+        assert words in line
+
+
 def test_the_line_client_follows_all_partitions_but_a_dead_one(
     server_process: StartServer, tmp_path: Path
 ) -> None:
