@@ -15,9 +15,10 @@ import pytest_asyncio
 from tests.client.certificates import make_certificate
 from tests.engine.buckets import bucket
 from tests.harness import WAIT_SECONDS, pass_turns, until
-from tests.replica.members import Start, start_set
+from tests.replica.members import Start, leave_alone, start_set
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, REPLICA
+from upr.replica.fencing import Fencing
 from upr.replica.inventory import Promoted, held_of
 from upr.replica.links import Channels, Links
 from upr.replica.ownership import Ownership
@@ -60,6 +61,48 @@ async def ownership(tmp_path: Path) -> AsyncIterator[Ownership]:
     yield Ownership(catalog, config, lambda: "127.0.0.1:2")
     await catalog.close()
     directory.close()
+
+
+class Contested:
+    """The row of a cluster, which another server changes after some readings."""
+
+    def __init__(self, row: Row, theirs: Row, readings: int) -> None:
+        self.row, self.theirs, self.readings = row, theirs, readings
+        self._pass()
+
+    def _pass(self) -> None:
+        if self.readings == 0:
+            self.row = self.theirs
+        self.readings -= 1
+
+    async def read(self) -> Row:
+        row = self.row
+        self._pass()
+        return row
+
+    async def swap(self, old: Row, new: Row) -> bool:
+        is_old = self.row == old
+        self.row = new if is_old else self.row
+        return is_old
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("readings", [0, 1, 2])
+async def test_a_server_whose_turn_it_was_does_not_replace_who_became_active_meanwhile(
+    start: Start, readings: int
+) -> None:
+    """It looked, and another one claimed before its own claim was in the map, which takes a while where etcd is slow."""
+    owner, replica = await start_set(start)
+    ownership = replica.ownership
+    await leave_alone(replica)
+    seen = ownership.standing.row
+    await owner.stop()
+    rows = Contested(seen, seen.claimed("c" * 16, seen.epoch + 1).serves(), readings)
+    ownership.fencing = Fencing(rows, replica.catalog, ownership.peers)
+    with pytest.raises(UnavailableError, match="another server claims the ownership too"):
+        await ownership.promote(seen=seen)
+    assert rows.row == rows.theirs
+    assert not ownership.active
 
 
 @pytest.mark.asyncio

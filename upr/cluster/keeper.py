@@ -278,7 +278,7 @@ class Keeper:
             if is_due and not row.serving:
                 self._tried_at = now
                 await ownership.step_down(fenced=False)
-                await ownership.promote()
+                await ownership.promote(seen=row)
         elif self._may_claim(ownership, row, now):
             if ownership.drained:
                 raise UprError(
@@ -295,7 +295,7 @@ class Keeper:
                     who = ownership.peers.named(row.owner)
                     log.warning("this server claims", extra={"owner": who, "back": back})
                 self._claimed = row
-                await ownership.promote()
+                await ownership.promote(seen=row)
         else:
             self._check_there(ownership, row)
             await self._check_newest(row, ownership.standing.row)

@@ -416,8 +416,14 @@ class Ownership:
 
     # Promoting
 
-    async def promote(self, *, force: bool = False, takeover: bool = False) -> Promoted:
+    async def promote(
+        self, *, force: bool = False, takeover: bool = False, seen: Row | None = None
+    ) -> Promoted:
         """Make this server the active one.
+
+        Args:
+            seen: in a cluster, the row for which it is this server's turn: none that came since is claimed, as its owner is
+                not gone. None for whatever is there, as an operator orders.
 
         Raises:
             UprError: it cannot be; NOT_JOINED, NOT_IN_STEP, NOT_COUNTED, NOT_HEARD, NOT_CONFIRMED with the way out.
@@ -437,6 +443,7 @@ class Ownership:
                 )
             self.inventory.check_stores()
             basis = None if self.fencing is None else await self.fencing.basis(force=force)
+            _check_seen(seen, basis)
             # Nobody else may become active then, and only what is whole is kept.
             claimed = self._has_claimed(self.standing.row if basis is None else basis)
             if not (self.has_all or self.inventory.is_whole or claimed or force):
@@ -451,7 +458,7 @@ class Ownership:
             try:
                 if not force:
                     await self._check_reached(takeover=takeover, claimed=claimed)
-                return await self._claim(force=force, takeover=takeover)
+                return await self._claim(force=force, takeover=takeover, seen=seen)
             except PASSING as error:
                 raise self._given_up(StorageFailedError(words_of(error))) from error
             except UprError as error:
@@ -475,7 +482,8 @@ class Ownership:
     def _given_up(self, error: UprError) -> UprError:
         """Return an error that ended a promotion, with words on what that left behind."""
         standing, row = self.standing, self.standing.row
-        if standing.promised > row.epoch:
+        # Another candidate is about to be active.
+        if standing.promised > row.epoch and standing.candidate in ("", standing.directory):
             former = "" if row.owner in ("", standing.directory) else self.peers.named(row.owner)
             back = f"{former}, if it runs, becomes active again by itself; else " if former else ""
             words = f"nobody may be active now: {back}'upr-admin promote' ends that"
@@ -504,7 +512,7 @@ class Ownership:
                 hint="'upr-admin promote' goes on without it",
             )
 
-    async def _claim(self, *, force: bool, takeover: bool) -> Promoted:
+    async def _claim(self, *, force: bool, takeover: bool, seen: Row | None) -> Promoted:
         # A server that never heard of a row knows the epochs of what it has.
         epochs = [int(host.bucket.partitions.epoch.max()) for host in self._catalog.hosts]
         above = max(epochs, default=0)
@@ -512,11 +520,13 @@ class Ownership:
             basis = self.standing.row
             if self.fencing is not None:
                 basis = await self.fencing.basis(force=force)
+                _check_seen(seen, basis)
             row = self.standing.claim(above=above, force=force, basis=basis)
             known = self.inventory.known_highs()
             me, claim = self.standing.directory, Claim(basis, row)
             if self.fencing is not None and not await self.fencing.rows.swap(basis, row):
                 continue
+            seen = seen and row
             answers = {} if self.fencing is None else await self.fencing.ask_previous(claim)
             released = is_released(row, answers)
             own = await self.promise(row.epoch, me, row, force=force, released=released)
@@ -528,7 +538,7 @@ class Ownership:
                     return end
                 await self.store(lambda standing, newer=end.row: standing.learned(newer))  # type: ignore[misc]
                 above = end.epoch
-        raise UnavailableError("another server claims the ownership too", hint="try again")
+        raise _claimed_too()
 
     async def _drive(
         self, claim: Claim, answers: dict[str, Answer], force: bool, takeover: bool
@@ -693,7 +703,7 @@ class Ownership:
         """Store that this server serves, then the records, then be active."""
         given_up = claim.row.counted - step.row.counted
         if self.fencing is not None and not await self.fencing.rows.swap(claim.row, step.row):
-            raise UnavailableError("another server claims the ownership too", hint="try again")
+            raise _claimed_too()
         async with self._becoming_active():
             await self.store(lambda standing: standing.learned(step.row))
             failpoints.hit("promote.after_row")
@@ -866,6 +876,16 @@ class Ownership:
         doubtful = {candidate} if candidate else {one.directory for one in self.peers.members}
         heard = doubtful <= met.keys() | {standing.directory}
         return heard and not self._has_just_tried
+
+
+def _check_seen(seen: Row | None, basis: Row | None) -> None:
+    """Raise where the row of a cluster is not the one for which it was this server's turn."""
+    if seen not in (None, basis):
+        raise _claimed_too()
+
+
+def _claimed_too() -> UprError:
+    return UnavailableError("another server claims the ownership too", hint="try again")
 
 
 def _not_in_step() -> UprError:
