@@ -106,6 +106,26 @@ async def test_a_server_whose_turn_it_was_does_not_replace_who_became_active_mea
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("readings", [0, 1, 2, 3])
+async def test_an_owner_takes_nothing_back_from_who_became_active_meanwhile(
+    start: Start, readings: int
+) -> None:
+    owner, replica = await start_set(start)
+    ownership = owner.ownership
+    await asyncio.gather(leave_alone(owner), leave_alone(replica))
+    own, other = ownership.standing.directory, replica.ownership.standing.directory
+    row = ownership.standing.row.counting(own)
+    claimed = row.claimed(other, row.epoch + 1)
+    await ownership.promise(claimed.epoch, other, claimed)
+    rows = Contested(claimed, claimed.serves(), readings)
+    ownership.fencing = Fencing(rows, owner.catalog, ownership.peers)
+    with pytest.raises(UnavailableError, match="another server claims the ownership too"):
+        await ownership._take_back()
+    assert rows.row == rows.theirs
+    assert not ownership.active
+
+
+@pytest.mark.asyncio
 async def test_who_could_not_step_down_whole_does_it_with_the_next_call_or_round(
     ownership: Ownership, monkeypatch: pytest.MonkeyPatch
 ) -> None:

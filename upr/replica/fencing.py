@@ -55,6 +55,17 @@ def old_map(row: Row, known: Row) -> UprError:
     )
 
 
+def claimed_too() -> UprError:
+    """Return the error of a claim that another server's came before."""
+    return UnavailableError("another server claims the ownership too", hint="try again")
+
+
+def check_seen(seen: Row | None, basis: Row | None) -> None:
+    """Raise where the row that is to be claimed is not the one for which it was this server's turn; None for any."""
+    if seen not in (None, basis):
+        raise claimed_too()
+
+
 class Rows(Protocol):
     """The map of a cluster, where the row of its set is changed by one at a time."""
 

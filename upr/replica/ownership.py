@@ -18,7 +18,7 @@ from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, DEAD
 from upr.engine.recovery import Undo
 from upr.replica.counted_replicas import CountedReplicas, check_owns
-from upr.replica.fencing import Fencing, Rows, is_released
+from upr.replica.fencing import Fencing, Rows, check_seen, claimed_too, is_released
 from upr.replica.inventory import (
     Inventory,
     Lost,
@@ -443,7 +443,7 @@ class Ownership:
                 )
             self.inventory.check_stores()
             basis = None if self.fencing is None else await self.fencing.basis(force=force)
-            _check_seen(seen, basis)
+            check_seen(seen, basis)
             # Nobody else may become active then, and only what is whole is kept.
             claimed = self._has_claimed(self.standing.row if basis is None else basis)
             if not (self.has_all or self.inventory.is_whole or claimed or force):
@@ -520,7 +520,7 @@ class Ownership:
             basis = self.standing.row
             if self.fencing is not None:
                 basis = await self.fencing.basis(force=force)
-                _check_seen(seen, basis)
+                check_seen(seen, basis)
             row = self.standing.claim(above=above, force=force, basis=basis)
             known = self.inventory.known_highs()
             me, claim = self.standing.directory, Claim(basis, row)
@@ -538,7 +538,7 @@ class Ownership:
                     return end
                 await self.store(lambda standing, newer=end.row: standing.learned(newer))  # type: ignore[misc]
                 above = end.epoch
-        raise _claimed_too()
+        raise claimed_too()
 
     async def _drive(
         self, claim: Claim, answers: dict[str, Answer], force: bool, takeover: bool
@@ -703,7 +703,7 @@ class Ownership:
         """Store that this server serves, then the records, then be active."""
         given_up = claim.row.counted - step.row.counted
         if self.fencing is not None and not await self.fencing.rows.swap(claim.row, step.row):
-            raise _claimed_too()
+            raise claimed_too()
         async with self._becoming_active():
             await self.store(lambda standing: standing.learned(step.row))
             failpoints.hit("promote.after_row")
@@ -828,7 +828,7 @@ class Ownership:
             if not self.waiting:
                 log.warning("the change of owner was given up: this server takes it back")
             self._took_back_at = asyncio.get_running_loop().time()
-            await self.promote()
+            await self._take_back()
 
     async def _resume(self) -> None:
         """Serve again after a restart, when those that are counted let it."""
@@ -858,7 +858,14 @@ class Ownership:
                 "the partitions here are a replica's, and nobody knows whether something is missing",
                 hint="start it with --replicate-from, as before; or 'upr-admin promote --force' makes it active as it is",
             )
-        await self.promote()
+        await self._take_back()
+
+    async def _take_back(self) -> None:
+        """Be active again, but in a cluster not in the place of another server that became active meanwhile."""
+        seen = None if self.fencing is None else await self.fencing.basis(force=False)
+        if seen is not None and seen.serving and seen.owner != self.standing.directory:
+            raise claimed_too()
+        await self.promote(seen=seen)
 
     def _is_left_alone(self, promised: int) -> bool:
         """Whether this server served last, gave way to one that is not about to serve any more, and may take it back.
@@ -876,16 +883,6 @@ class Ownership:
         doubtful = {candidate} if candidate else {one.directory for one in self.peers.members}
         heard = doubtful <= met.keys() | {standing.directory}
         return heard and not self._has_just_tried
-
-
-def _check_seen(seen: Row | None, basis: Row | None) -> None:
-    """Raise where the row of a cluster is not the one for which it was this server's turn."""
-    if seen not in (None, basis):
-        raise _claimed_too()
-
-
-def _claimed_too() -> UprError:
-    return UnavailableError("another server claims the ownership too", hint="try again")
 
 
 def _not_in_step() -> UprError:
