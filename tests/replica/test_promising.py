@@ -1,6 +1,8 @@
 """A promise, in one process: what a server answers for, and what may come in between."""
 
 import asyncio
+import errno
+import os
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -15,7 +17,7 @@ import pytest_asyncio
 from tests.client.certificates import make_certificate
 from tests.engine.buckets import bucket
 from tests.harness import WAIT_SECONDS, pass_turns, until
-from tests.replica.members import Start, leave_alone, start_set
+from tests.replica.members import A, Start, leave_alone, start_set, write
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, REPLICA
 from upr.replica.fencing import Fencing
@@ -34,6 +36,7 @@ from upr_protocol.errors import (
     NoRoomError,
     PartitionNotActiveError,
     ProtocolError,
+    StorageFailedError,
     UnavailableError,
     UprError,
 )
@@ -123,6 +126,35 @@ async def test_an_owner_takes_nothing_back_from_who_became_active_meanwhile(
         await ownership._take_back()
     assert rows.row == rows.theirs
     assert not ownership.active
+
+
+@pytest.mark.asyncio
+async def test_a_promise_waits_for_no_room_of_a_replica(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of what its full disk does not take was acknowledged for it, and it does not become active itself."""
+    owner, replica = await start_set(start)
+    ownership, host, row = replica.ownership, replica.host, owner.ownership.standing.row
+
+    async def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host.disk, "append", full)
+        await write(owner, 1)
+        await until(lambda: host.bucket.stalled and host.bucket.tail.end > host.bucket.tail.durable)
+        assert not ownership.in_step
+        await leave_alone(replica)
+        async with asyncio.timeout(WAIT_SECONDS / 4):
+            with pytest.raises(StorageFailedError, match="cannot be written at this server now"):
+                await ownership.promise(row.epoch + 1, ownership.standing.directory, row)
+            answer = await ownership.promise(row.epoch + 2, "f" * 16, row)
+    assert answer is not None
+    assert not answer.confirmed
+    held = answer.held[host.bucket.identity.version]
+    assert (held["marker"][A], held["high"][A]) == (0, 0)
+    assert owner.seqno(A) == 1
+    await until(lambda: replica.seqno(A) == 1)
 
 
 @pytest.mark.asyncio

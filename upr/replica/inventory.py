@@ -1,5 +1,7 @@
 """Inventory: what this server has of its buckets, and what it lacks of what another server promised."""
 
+import asyncio
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +26,9 @@ from upr_protocol.ownership import HELD, Follow, Held, Row
 Lost = tuple[int, int, int, int]
 """Part that was given up: bucket version, partition, marker and newest failover id there."""
 
+STALLED_LOOK_SECONDS = 0.1
+"""Interval at which a wait for the journal looks whether that can be written."""
+
 
 @dataclass(slots=True)
 class Promoted:
@@ -42,6 +47,33 @@ class Promoted:
     without: frozenset[str] = frozenset()
     lost: list[tuple[str, int, int, int]] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
+
+
+def _stalled(host: BucketService) -> StorageFailedError:
+    return StorageFailedError(
+        f"the journal of bucket {shown(host.bucket.identity.name)} cannot be written at this server now",
+        hint="make room on its disk; 'upr-admin status' there says more",
+        retriable=True,
+    )
+
+
+async def durable(host: BucketService, *, waits: bool = True) -> None:
+    """Wait until everything that came, or was numbered, is on disk.
+
+    Args:
+        waits: whether also while the journal cannot be written, as on a full disk.
+
+    Raises:
+        StorageFailedError: the storage has failed, or the journal cannot be written now.
+    """
+    tail = host.bucket.tail
+    end = tail.end
+    while tail.durable < end:
+        if host.bucket.stalled and not waits:
+            raise _stalled(host)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STALLED_LOOK_SECONDS):
+                await host.journalled(end - 1)
 
 
 def held_of(host: BucketService, *, as_copy: bool = False) -> Held:
@@ -281,7 +313,7 @@ class Inventory:
 
     @property
     def unfit(self) -> UprError | None:
-        """Why another server should be the active one if it can: a partition is dead here, or writes have no room."""
+        """Why another server should be the active one if it can: a partition is dead here, or writes have no room now."""
         for host in self._catalog.hosts:
             dead = np.flatnonzero(host.bucket.partitions.state == DEAD)
             if len(dead):
@@ -289,6 +321,8 @@ class Inventory:
                     f"partition {dead[0]} of bucket {shown(host.bucket.identity.name)} is dead at this server",
                     hint="take over to another one; 'upr-admin topology' shows who is in step",
                 )
+            if host.bucket.stalled:
+                return _stalled(host)
             if host.disk.room.left() < 0:
                 return NoRoomError(
                     "the disk of this server has no room for writes",

@@ -24,13 +24,13 @@ from upr.replica.inventory import (
     Lost,
     Promoted,
     by_version,
+    durable,
     given_up,
     in_one_order,
 )
 from upr.replica.links import Links
 from upr.replica.peers import MEET_SECONDS, Answer, Peers
 from upr.replica.replication import Replication
-from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.storage_trouble import PASSING, words_of
 from upr.storage.directory import Stored
@@ -371,7 +371,7 @@ class Ownership:
                 # The candidate goes on taking what the former owner has until it gathers, or serves.
                 await self.follow_nobody()
             await self.step_down(fenced=False)
-            await self._settle(force=force)
+            await self._settle(force=force, gives=candidate != after.directory)
             changes = {h.bucket.identity.version: h.table_changes for h in self._catalog.hosts}
             return Answer(
                 known,
@@ -380,15 +380,25 @@ class Ownership:
                 changes,
             )
 
-    async def _settle(self, *, force: bool) -> None:
-        """Wait until everything that was numbered or begun here is durable, in all buckets."""
+    async def _settle(self, *, force: bool, gives: bool) -> None:
+        """Wait until everything that was numbered or begun here is durable, in all buckets.
+
+        What a replica's full disk keeps from that was acknowledged nowhere for it: nobody waits for its room.
+
+        Args:
+            gives: whether another server is to be active.
+        """
+        # Who served last may confirm that nothing is missing.
+        waits = self.inventory.served() > 0
         while True:
             # A bucket that was being made or opened anew is promised too.
             await self._catalog.settled()
             self._check_whole(force=force)
             hosts = self._catalog.hosts
             found = [
-                *await asyncio.gather(*map(self._durable, hosts), return_exceptions=True),
+                *await asyncio.gather(
+                    *(durable(host, waits=waits) for host in hosts), return_exceptions=True
+                ),
                 *await asyncio.gather(
                     *(host.settle_tables() for host in hosts), return_exceptions=True
                 ),
@@ -398,7 +408,8 @@ class Ownership:
             # A candidate goes on following meanwhile, and may drop a bucket or open it anew.
         for host, error in zip(hosts * 2, found, strict=True):
             # What cannot be stored any more is not confirmed either.
-            if error is not None and host.bucket.failure is None:
+            goes_on = gives and not waits and host.bucket.stalled
+            if error is not None and host.bucket.failure is None and not goes_on:
                 raise error
 
     def _check_whole(self, *, force: bool) -> None:
@@ -407,12 +418,6 @@ class Ownership:
                 f"bucket {shown(self._catalog.damaged[0].name)} is damaged here",
                 hint="restore it, promote another server, or use --force to go on without it",
             )
-
-    @staticmethod
-    async def _durable(host: BucketService) -> None:
-        tail = host.bucket.tail
-        if tail.end > tail.durable:
-            await host.journalled(tail.end - 1)
 
     # Promoting
 
@@ -697,7 +702,7 @@ class Ownership:
             await upstream_state.end_join()
         await self.follow_nobody()
         await self._catalog.settled()
-        await asyncio.gather(*map(self._durable, self._catalog.hosts))
+        await asyncio.gather(*map(durable, self._catalog.hosts))
 
     async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:
         """Store that this server serves, then the records, then be active."""
