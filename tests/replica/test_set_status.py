@@ -10,10 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from tests.harness import until
-from tests.replica.members import Start
+from tests.replica.members import Start, never, write
 from upr.cli import admin as commands
 from upr.cli.admin_commands import topology
 from upr.replica.set_status import COPIES, COUNTED, PATIENCE_SECONDS, SetStatus
+from upr.replica.upstream_stream import UpstreamStream
+from upr.service.admin import replicas_of
 from upr_client.admin import Promotion
 from upr_protocol.errors import TooFewReplicasError, UprError
 from upr_protocol.ownership import Row, Standing
@@ -181,6 +183,19 @@ def test_what_etcd_said_long_ago_is_not_told_as_of_now(seconds: float, key: str)
     )  # fmt: skip
     found: Any = SimpleNamespace(active=True, part=SimpleNamespace(etcd_seconds=seconds))
     assert topology._row(member, found, True)[-1] == key
+
+
+@pytest.mark.asyncio
+async def test_a_replica_that_has_acknowledged_nothing_is_everything_behind(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UpstreamStream, "_acknowledge", never)
+    owner = await start()
+    for number in range(1, 4):
+        await write(owner, number)
+    await start(owner)
+    await until(lambda: bool(replicas_of(owner.host.bucket)))
+    assert [one.lag for one in replicas_of(owner.host.bucket)] == [3]
 
 
 @pytest.mark.asyncio

@@ -252,12 +252,13 @@ def replicas_of(bucket: Bucket) -> list[admin.ReplicaStatus]:
     for follower in bucket.followers:
         options = follower.options
         if options.is_replica:
+            # One that registers has everything before it until it acknowledges something.
+            behind = int(bucket.partitions.high.sum()) if options.consumer else 0
             consumer = bucket.consumer_positions.get(options.consumer)
-            behind = 0
             if consumer is not None:
                 high = bucket.partitions.high
-                passed = np.minimum(consumer.passed(bucket.partitions.newest_id), high)
-                behind = int((high - passed).sum())
+                passed = consumer.passed(bucket.partitions.newest_id)
+                behind -= int(np.minimum(passed, high).sum())
             found.append(
                 admin.ReplicaStatus(
                     directory=options.directory,
