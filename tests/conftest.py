@@ -1,5 +1,6 @@
 """Fixtures that several kinds of test share."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -29,6 +30,14 @@ def pytest_configure() -> None:
     """Have programs that tests start heed SIGINT: a shell starts what runs in its background with it ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Until all tests are read: what is made of them stays.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Have the collector look at what the tests make, and not each time through the thousands of tests too."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

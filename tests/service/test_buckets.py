@@ -400,7 +400,8 @@ async def test_what_a_drop_leaves_is_collected_soon(monkeypatch: pytest.MonkeyPa
             await until(lambda: found() is None)
         assert not dropped.is_set()
     finally:
-        gc.unfreeze()
+        # As it was before, see ``conftest.py``.
+        gc.freeze()
         collecting.cancel()
 
 
