@@ -57,12 +57,13 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a world; ``showed`` is the fault that it once showed."""
+    """One run of a world; ``showed`` is the fault that it once showed, ``seen_by`` a test that shows that too, step by step."""
 
     world: str
     seed: int
     steps: int
     showed: str
+    seen_by: str = ""
 
 
 def corpus() -> list[Run]:
