@@ -1,5 +1,6 @@
 """tools/mutants.py: its list fits the tree, and it believes no run that proves nothing."""
 
+import functools
 import json
 import re
 import shutil
@@ -16,7 +17,6 @@ import pytest
 from tools import mutants
 from tools.mutants import ROOT, Mutant, MutantError, Tree, choose, judge, mutated, read_list
 
-ALL = read_list()
 SOURCE = "def half(number: int) -> int:\n    return number // 2\n"
 TESTS = """
 import pytest
@@ -34,6 +34,12 @@ def test_passes(torn):
     pass
 """
 FAULT = Mutant("doubled", "Doubles.", "upr/half.py", "// 2", "* 2", ("tests/test_half.py",))
+
+
+@functools.cache
+def listed() -> list[Mutant]:
+    """Return all mutants: each process of a run reads this file, and one has these tests."""
+    return read_list()
 
 
 @pytest.fixture
@@ -54,10 +60,10 @@ def tree(tmp_path: Path) -> Iterator[Tree]:
 
 
 def test_every_mutant_fits_the_tree_and_its_tests_exist() -> None:
-    assert {mutant.file.split("/")[0] for mutant in ALL} == {"upr", "client"}
-    mutants.check_all(ALL)
+    assert {mutant.file.split("/")[0] for mutant in listed()} == {"upr", "client"}
+    mutants.check_all(listed())
     named: dict[str, set[str]] = {}
-    for test in (test for mutant in ALL for test in mutant.tests):
+    for test in (test for mutant in listed() for test in mutant.tests):
         file, _, name = test.partition("::")
         named.setdefault(file, set()).add(name)
     for file, names in named.items():
@@ -66,10 +72,18 @@ def test_every_mutant_fits_the_tree_and_its_tests_exist() -> None:
 
 
 def test_there_are_enough_and_they_are_told() -> None:
-    assert len(ALL) > 80
-    command = [sys.executable, "-m", "tools.mutants", "--list", "--json", "--only", ALL[0].name]
+    assert len(listed()) > 80
+    command = [
+        sys.executable,
+        "-m",
+        "tools.mutants",
+        "--list",
+        "--json",
+        "--only",
+        listed()[0].name,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert [entry["name"] for entry in json.loads(done.stdout)] == [ALL[0].name]
+    assert [entry["name"] for entry in json.loads(done.stdout)] == [listed()[0].name]
 
 
 def test_a_fault_is_caught_by_name_and_taken_back(tree: Tree) -> None:
@@ -127,10 +141,10 @@ def test_a_text_is_looked_for_in_the_function_that_is_named(tmp_path: Path) -> N
 
 
 def test_a_sample_is_a_tenth_that_its_seed_chooses() -> None:
-    chosen = mutants.sample(ALL, 7)
-    assert chosen == mutants.sample(ALL, 7)
-    assert chosen != mutants.sample(ALL, 8)
-    assert len(ALL) / 12 < len({mutant.name for mutant in chosen}) < len(ALL) / 9
+    chosen = mutants.sample(listed(), 7)
+    assert chosen == mutants.sample(listed(), 7)
+    assert chosen != mutants.sample(listed(), 8)
+    assert len(listed()) / 12 < len({mutant.name for mutant in chosen}) < len(listed()) / 9
 
 
 def test_jobs_try_the_mutants_in_trees_of_their_own(
@@ -255,13 +269,13 @@ def test_lists_are_checked(tmp_path: Path) -> None:
         with pytest.raises(MutantError, match=r"list\.toml: a"):
             read_list(tmp_path)
     with pytest.raises(MutantError, match="there is no mutant nobody"):
-        choose(ALL, ["nobody"])
+        choose(listed(), ["nobody"])
 
 
 def test_what_is_out_of_date_ends_the_run_with_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(mutants, "read_list", lambda: [replace(ALL[0], old="no such text")])
+    monkeypatch.setattr(mutants, "read_list", lambda: [replace(listed()[0], old="no such text")])
     monkeypatch.setattr(sys, "argv", ["mutants"])
     assert mutants.main() == 2
     assert "out of date" in capsys.readouterr().err
