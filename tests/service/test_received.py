@@ -433,7 +433,7 @@ async def test_a_refusal_on_its_way_keeps_nothing_of_the_request(with_cause: boo
 async def test_compressed_requests_are_refused(server_process: StartServer) -> None:
     server = server_process()
     hello = wire.HelloRequest(
-        bucket="default", partitions=[wire.HelloPartition(partition=0)] * (20 * MIB // 4)
+        bucket="x" * (16 * MIB), partitions=[wire.HelloPartition(partition=0)]
     )
     async with AsyncExitStack() as stack:
         samples = stack.enter_context(sampled(server.pid))
