@@ -372,7 +372,6 @@ async def listed_set(target: str, token: str) -> str:
 @pytest.mark.asyncio
 async def test_streams_of_a_revoked_identity_end(guarded: Guarded) -> None:
     token = guarded.changed(lambda: guarded.add("reader", {"read": None}))
-    ended = {}
     async with (
         AsyncClient(guarded.target, token=guarded.owner) as owner,
         AsyncClient(guarded.target, token=token) as client,
@@ -381,17 +380,15 @@ async def test_streams_of_a_revoked_identity_end(guarded: Guarded) -> None:
 
         async def follow(who: AsyncClient) -> None:
             async with who.bucket().changes() as changes:
-                with pytest.raises(UnauthenticatedError) as refused:
+                with pytest.raises(UnauthenticatedError):
                     async for _ in changes.batches():
                         pass
-                ended[who] = refused.value
 
         task = asyncio.create_task(follow(client))
         staying = asyncio.create_task(follow(owner))
         await poll(owner.admin.status, lambda found: found.follow_calls == 2)
         revoke_identity(guarded.file, "reader")
         await task
-        assert client in ended
         # It did not leave by itself.
         assert "CREDENTIALS_ENDED" in guarded.server.log_text()
         # Others are left alone.
