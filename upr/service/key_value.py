@@ -235,19 +235,25 @@ def _answer(host: BucketService, lookup: Lookup, keys: Sequence[bytes]) -> wire.
         )
     response = wire.GetResponse(bucket_version=host.bucket.identity.version)
     ids = host.bucket.partitions.newest_id.item
-    answers = response.answers
+    answers, found = response.answers, lookup.found
     size = 0
     for key in keys:
         number = lookup.numbers[key]
         partition = lookup.partitions[number]
-        seqno, value = lookup.found.get(number, _ABSENT)
-        size += len(value or b"")
+        seqno, value = found.get(number, _ABSENT)
+        if value:
+            size += len(value)
         if number >= lookup.end or (size > GET_ANSWER_BYTES_MAX and len(answers)):
             break
+        # Field by field takes less than all in one call.
+        answer = answers.add()
         if not seqno and partition in lookup.problems:
-            answers.add(problem=problem_of(lookup.problems[partition]))
+            answer.problem.CopyFrom(problem_of(lookup.problems[partition]))
             continue
-        answers.add(value=value, seqno=seqno, failover_id=ids(partition))
+        if value is not None:
+            answer.value = value
+        answer.seqno = seqno
+        answer.failover_id = ids(partition)
     return response
 
 

@@ -45,7 +45,7 @@ from upr.storage.keyspace import hash_of, hashes_of
 from upr.storage.store import Store
 from upr_protocol.block import I64, RUN_FIELDS, U32, U64, Runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
-from upr_protocol.partitioning import partition_of
+from upr_protocol.partitioning import partition_of, partitions_of
 
 BITE_BYTES = 2 * 2**20
 BITE_BLOCKS = 1000
@@ -84,15 +84,16 @@ class Lookup:
         keys = list(dict.fromkeys(keys))
         self.numbers = dict(zip(keys, range(len(keys)), strict=True))
         self._left = max_bytes
-        self.partitions = list(map(partition_of, keys))
         self.found: dict[int, Newest] = {}
         self.problems: dict[int, UprError] = {}
         self.end = len(keys)
-        self._hashes = (
-            hashes_of(np.cumsum([0, *map(len, keys)]), b"".join(keys)).tolist()
-            if len(keys) > FEW
-            else list(map(hash_of, keys))
-        )
+        if len(keys) > FEW:
+            self.partitions: list[int] = partitions_of(keys).tolist()
+            edges = np.cumsum([0, *map(len, keys)])
+            self._hashes: list[int] = hashes_of(edges, b"".join(keys)).tolist()
+        else:
+            self.partitions = list(map(partition_of, keys))
+            self._hashes = list(map(hash_of, keys))
         self._open: dict[int, dict[bytes, int]] = {}
         for (key, number), partition in zip(self.numbers.items(), self.partitions, strict=True):
             self._open.setdefault(partition, {})[key] = number
@@ -354,7 +355,7 @@ class TailSearch:
             size += len(entry.data)
         for part in self._keys.parts:
             rows += len(part.hashes)
-        return size <= QUICK_BYTES and (not rows or rows * len(self._lookup.sought()) <= QUICK_ROWS)
+        return size <= QUICK_BYTES and rows * len(self._lookup.numbers) <= QUICK_ROWS
 
     def bite(self, most: float = inf) -> bool:
         """Index or search some entries, from the newest on; return whether the search is done.
