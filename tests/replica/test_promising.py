@@ -30,6 +30,7 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.service.overload.intake import Context
 from upr.storage.directory import DataDirectory
+from upr.storage.journal import Commit
 from upr_protocol.errors import (
     DataDamagedError,
     InvalidArgumentError,
@@ -128,6 +129,10 @@ async def test_an_owner_takes_nothing_back_from_who_became_active_meanwhile(
     assert not ownership.active
 
 
+async def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.asyncio
 async def test_a_promise_waits_for_no_room_of_a_replica(
     start: Start, monkeypatch: pytest.MonkeyPatch
@@ -136,15 +141,12 @@ async def test_a_promise_waits_for_no_room_of_a_replica(
     owner, replica = await start_set(start)
     ownership, host, row = replica.ownership, replica.host, owner.ownership.standing.row
 
-    async def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patched:
         patched.setattr(host.disk, "append", full)
         await write(owner, 1)
         await until(lambda: host.bucket.stalled and host.bucket.tail.end > host.bucket.tail.durable)
         assert not ownership.in_step
-        await leave_alone(replica)
+        await asyncio.gather(leave_alone(owner), leave_alone(replica))
         async with asyncio.timeout(WAIT_SECONDS / 4):
             with pytest.raises(StorageFailedError, match="cannot be written at this server now"):
                 await ownership.promise(row.epoch + 1, ownership.standing.directory, row)
@@ -155,6 +157,27 @@ async def test_a_promise_waits_for_no_room_of_a_replica(
     assert (held["marker"][A], held["high"][A]) == (0, 0)
     assert owner.seqno(A) == 1
     await until(lambda: replica.seqno(A) == 1)
+
+
+@pytest.mark.asyncio
+async def test_a_promotion_at_a_full_disk_takes_the_room_that_is_kept_for_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The promise frees it, and the journal is tried again a moment later."""
+    owner, replica = await start_set(start)
+    host, kept = replica.host, replica.catalog._directory.path / "owner.spare"
+    append = host.disk.append
+
+    async def full_with_it(commit: Commit) -> int:
+        return await (full() if kept.exists() else append(commit))
+
+    assert kept.exists()
+    monkeypatch.setattr(host.disk, "append", full_with_it)
+    await write(owner, 1)
+    await until(lambda: host.bucket.stalled)
+    monkeypatch.setattr("upr.storage.directory.free_bytes", lambda _: 0)
+    await replica.ownership.promote()
+    assert replica.seqno(A) == 1
 
 
 @pytest.mark.asyncio

@@ -28,6 +28,8 @@ Lost = tuple[int, int, int, int]
 
 STALLED_LOOK_SECONDS = 0.1
 """Interval at which a wait for the journal looks whether that can be written."""
+ROOM_SECONDS = 1.0
+"""Time that a full disk is given: a promise frees the room that is kept for it, and the journal is tried again a moment later."""
 
 
 @dataclass(slots=True)
@@ -61,15 +63,15 @@ async def durable(host: BucketService, *, waits: bool = True) -> None:
     """Wait until everything that came, or was numbered, is on disk.
 
     Args:
-        waits: whether also while the journal cannot be written, as on a full disk.
+        waits: whether also longer than ROOM_SECONDS while the journal cannot be written, as on a full disk.
 
     Raises:
         StorageFailedError: the storage has failed, or the journal cannot be written now.
     """
-    tail = host.bucket.tail
-    end = tail.end
+    tail, loop = host.bucket.tail, asyncio.get_running_loop()
+    end, until = tail.end, loop.time() + ROOM_SECONDS
     while tail.durable < end:
-        if host.bucket.stalled and not waits:
+        if host.bucket.stalled and not waits and loop.time() >= until:
             raise _stalled(host)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STALLED_LOOK_SECONDS):
