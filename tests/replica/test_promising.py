@@ -17,7 +17,7 @@ import pytest_asyncio
 from tests.client.certificates import make_certificate
 from tests.engine.buckets import bucket
 from tests.harness import WAIT_SECONDS, pass_turns, until
-from tests.replica.members import A, Start, leave_alone, start_set, write
+from tests.replica.members import A, Start, joined, leave_alone, start_set, write
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, REPLICA
 from upr.replica.fencing import Fencing
@@ -178,6 +178,24 @@ async def test_a_promotion_at_a_full_disk_takes_the_room_that_is_kept_for_it(
     monkeypatch.setattr("upr.storage.directory.free_bytes", lambda _: 0)
     await replica.ownership.promote()
     assert replica.seqno(A) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_promotion_whose_disk_is_full_before_it_has_everything_ends(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others claim only when it does no more."""
+    owner, _, behind = await start_set(start, replicas=2)
+    await joined(behind)
+    await leave_alone(behind)
+    monkeypatch.setattr(behind.host.disk, "append", full)
+    monkeypatch.setattr("upr.replica.ownership.GATHER_SECONDS", 0.5)
+    await write(owner, 1)
+    await owner.stop()
+    async with asyncio.timeout(WAIT_SECONDS / 4):
+        with pytest.raises(StorageFailedError, match="cannot be written at this server now"):
+            await behind.ownership.promote()
+    assert not behind.ownership.claiming
 
 
 @pytest.mark.asyncio

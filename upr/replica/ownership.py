@@ -702,7 +702,8 @@ class Ownership:
             await upstream_state.end_join()
         await self.follow_nobody()
         await self._catalog.settled()
-        await asyncio.gather(*map(durable, self._catalog.hosts))
+        # Others claim only when this claim is over: it waits for no room.
+        await asyncio.gather(*(durable(host, waits=False) for host in self._catalog.hosts))
 
     async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:
         """Store that this server serves, then the records, then be active."""
