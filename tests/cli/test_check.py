@@ -94,9 +94,10 @@ def test_damage_is_told_with_its_place_and_with_what_can_be_read(tmp_path: Path)
     assert [f["partition"] for f in document["buckets"][0]["findings"]] == [7]
 
 
-def test_a_part_in_a_set_that_no_server_can_read_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[" * 100_000])
+def test_a_part_in_a_set_that_no_server_can_read_is_told(text: str, tmp_path: Path) -> None:
     closed = Closed(tmp_path / "data")
-    (closed.path / "owner.json").write_text("{")
+    (closed.path / "owner.json").write_text(text)
     result = run_admin("check", closed.path)
     assert result.exit_code == 2
     # What can be checked without it is.

@@ -110,7 +110,7 @@ def read_mark(path: Path) -> tuple[str, str]:
             raise ValueError(f"directory is {own!r}, cluster is {cluster!r}")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise DataDirectoryError(f"{path} is not a data directory: {_MARK} is not there") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataDirectoryError(f"{mark} is malformed: {error}") from error
     return own, cluster
 
@@ -359,7 +359,7 @@ def read_standing(folder: Path, directory: str, *, replica: bool, meets: bool = 
         return Stored(standing, dict(text["addresses"]), sure)
     except FileNotFoundError:
         return Stored(Standing(directory, NO_ROW if replica else first_row(directory)))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DataDirectoryError(
             f"{path} is malformed: {type(error).__name__}: {error}",
             hint="put it back from a copy of this directory; or let an empty directory join the set",
