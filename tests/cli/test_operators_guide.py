@@ -1,5 +1,6 @@
 """The commands of OPERATORS.md: those in blocks run as they are printed but for folders and ports, and all names are there."""
 
+import contextlib
 import json
 import os
 import re
@@ -122,7 +123,8 @@ class Shell:
         program = PROGRAMS.get(command.partition(" ")[0])
         if program is not None and not OF_A_SHELL.search(command):
             name, *words = shlex.split(command, comments=True)
-            ran = CliRunner().invoke(program, words, prog_name=name, env=self.environment)
+            with contextlib.chdir(self.folder):
+                ran = CliRunner().invoke(program, words, prog_name=name, env=self.environment)
             return ran.exit_code, ran.stdout, ran.stderr
         done = subprocess.run(
             ["bash", "-euc", command],
