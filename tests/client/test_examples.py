@@ -24,6 +24,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, wait_until
 from tests.service.test_dead_partitions import OTHER, P, Q, with_a_gap
+from tests.service.test_text_port import text_address
 from upr_client import Client, UprError
 from upr_client.testing import ScriptedServer, keys_in
 from upr_client.types import WriteResult
@@ -181,11 +182,8 @@ def test_it_ends_when_nobody_reads_what_it_prints(
     name: str, server_process: StartServer, tmp_path: Path
 ) -> None:
     server = server_process("--text", "127.0.0.1:0")
-    with Client(server.target) as client:
-        text = client.admin.status().text_port
-    assert text is not None
     write(server, *((b"key %d" % number, b"red apple") for number in range(100)))
-    command = command_of(name, text.address if name == "line_client.py" else server.target)
+    command = command_of(name, text_address(server) if name == "line_client.py" else server.target)
     # In the endless one a handler prints, whose errors are for the dead letters.
     command = [word for word in command if word != "--until-now"]
     command += ["--rows", "10"] if name == "write_fast.py" else []
@@ -295,12 +293,10 @@ def test_the_line_client_goes_on_and_says_what_was_undone(
     server_process: StartServer, tmp_path: Path
 ) -> None:
     server = server_process("--text", "127.0.0.1:0")
-    with Client(server.target) as client:
-        text = client.admin.status().text_port
-    assert text is not None
+    address = text_address(server)
     # It finds the server again after each start.
-    server.options = ["--text", text.address]
-    command = [*command_of("line_client.py", text.address), "--retry-seconds", "0.1"]
+    server.options = ["--text", address]
+    command = [*command_of("line_client.py", address), "--retry-seconds", "0.1"]
     keys = keys_in(7, 5)
     write(server, (keys[0], b"kept"), (b"\xff", b"\0"))
     with running(tmp_path, command) as example:
@@ -342,12 +338,9 @@ def test_the_line_client_ends_where_its_state_cannot_be_used(
     server_process: StartServer, tmp_path: Path
 ) -> None:
     server = server_process("--text", "127.0.0.1:0")
-    with Client(server.target) as client:
-        text = client.admin.status().text_port
-    assert text is not None
     (tmp_path / "damaged").write_text('{"server": "0123456789abcdef"}')
     (tmp_path / "torn").write_text('{"ser')
-    command = command_of("line_client.py", text.address)
+    command = command_of("line_client.py", text_address(server))
     for state, words in (
         ("nowhere/lines.json", "the state cannot be written: "),
         (".", "the state cannot be read: "),
@@ -366,10 +359,7 @@ def test_the_line_client_follows_all_partitions_but_a_dead_one(
 ) -> None:
     server = with_a_gap(server_process, "--text", "127.0.0.1:0")
     server.start()
-    with Client(server.target) as client:
-        text = client.admin.status().text_port
-    assert text is not None
-    with running(tmp_path, command_of("line_client.py", text.address)) as example:
+    with running(tmp_path, command_of("line_client.py", text_address(server))) as example:
         example.wait_until(lambda: example.lines and '"seqno": 5' in example.lines[-1])
         write(server, (OTHER, b"last"))
         example.wait_until(lambda: '"value": "last"' in example.lines[-1])

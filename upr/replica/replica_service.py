@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _TOPOLOGY = "/upr.v1.ReplicaService/GetTopology"
 _CANCEL_SECONDS = 1.0
 _CANCELS = 5
-"""What a promotion leaves undone may wait for a disk that is full: it is cancelled again, and then left."""
+"""Times that a promotion is cancelled, as what it leaves undone may wait for a full disk; and the time for each. Then it is left."""
 _UNTOLD = "whoever has a role for all buckets is told why"
 _T = TypeVar("_T")
 

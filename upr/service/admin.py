@@ -252,11 +252,11 @@ def replicas_of(bucket: Bucket) -> list[admin.ReplicaStatus]:
     for follower in bucket.followers:
         options = follower.options
         if options.is_replica:
+            high = bucket.partitions.high
             # One that registers has everything before it until it acknowledges something.
-            behind = int(bucket.partitions.high.sum()) if options.consumer else 0
+            behind = int(high.sum()) if options.consumer else 0
             consumer = bucket.consumer_positions.get(options.consumer)
             if consumer is not None:
-                high = bucket.partitions.high
                 passed = consumer.passed(bucket.partitions.newest_id)
                 behind -= int(np.minimum(passed, high).sum())
             found.append(
