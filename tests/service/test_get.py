@@ -232,7 +232,7 @@ async def test_a_flush_between_tail_and_store_loses_nothing(
         monkeypatch.setattr(host.disk, "in_reader", slowly)
         lookup = Lookup(keys, 1000)
         await find_newest(host, lookup)
-        assert {i: one.value for i, one in lookup.found.items()} == {
+        assert {i: value for i, (_, value) in lookup.found.items()} == {
             0: b"stored",
             1: b"in the tail",
         }
@@ -263,7 +263,7 @@ async def test_a_flush_before_the_tail_is_searched_hides_no_newer_value(
         monkeypatch.setattr(host.disk, "in_reader", late)
         lookup = Lookup([key], 1000)
         await find_newest(host, lookup)
-        assert lookup.found[0].value == b"new"
+        assert lookup.found[0][1] == b"new"
 
 
 @pytest.mark.asyncio

@@ -78,7 +78,7 @@ def found(store: Store, keys: list[bytes]) -> dict[bytes, Newest]:
     run(StoreSearch(lookup, store, NOTHING, ends_of(store)))
     assert not lookup.problems
     # A view would show something else when the transaction has ended.
-    assert {type(one.value) for one in lookup.found.values()} <= {bytes, type(None)}
+    assert {type(value) for _, value in lookup.found.values()} <= {bytes, type(None)}
     return {keys[number]: newest for number, newest in lookup.found.items()}
 
 
@@ -117,18 +117,6 @@ def test_hashes_are_those_of_every_release(monkeypatch: pytest.MonkeyPatch) -> N
     assert hashes_of(offsets, b"".join(keys)).tolist() == known
 
 
-@pytest.mark.parametrize("count", [0, 1, 20])
-@pytest.mark.parametrize("rows", [0, 5, 150_000])
-def test_rows_are_found_by_all_bits_of_their_hashes(count: int, rows: int) -> None:
-    sought = {number << 16 | 7 for number in range(count)}
-    hashes = np.random.default_rng(rows).integers(0, 40, rows, np.uint32)
-    hashes *= 2**16
-    hashes += 7
-    hashes[1::2] += 1
-    expected = [row for row, one in enumerate(hashes.tolist()) if one in sought]
-    assert blocks_module.rows_with(hashes, sought).tolist() == expected
-
-
 @pytest.mark.parametrize("offsets", [b"", bytes(4)])
 def test_a_flush_passes_over_a_range_of_seqnos_without_a_row(store: Store, offsets: bytes) -> None:
     """A replica gets one as a block of its own, where all rows of the range were superseded at its upstream."""
@@ -140,7 +128,7 @@ def test_a_flush_passes_over_a_range_of_seqnos_without_a_row(store: Store, offse
     after = entry((P, [Row(5, keys[2], b"x"), Row(6, keys[3], None)]))
     flush(store, before, empty, after)
     assert [head.end for head in store.heads(P)][-1] == 6
-    values = {key: newest.value for key, newest in found(store, keys).items()}
+    values = {key: value for key, (_, value) in found(store, keys).items()}
     assert values == dict(zip(keys, (b"v", b"w", b"x", None), strict=True))
     flush(store, Entry(make_runs([P], [0], [6], [8], [8], 9), empty.data))
 
@@ -198,7 +186,7 @@ def test_it_finds_what_a_dictionary_has(
                     high[partition] += 1
                     value = None if rng.random() < 0.25 else b"%d" % step
                     row = Row(high[partition], rng.choice(keys[partition][:20]), value)
-                    model[row.key] = Newest(row.seqno, row.value)
+                    model[row.key] = (row.seqno, row.value)
                     rows.append(row)
                 changes.append((partition, rows))
             tail.append(entry(*changes))
@@ -254,13 +242,14 @@ def merge(store: Store, partition: int, what: str, model: dict[bytes, Newest]) -
 
 def purged(store: Store, partition: int, key: bytes, newest: Newest) -> bool:
     """Whether a key's tombstone was dropped: no row of its seqno is stored."""
-    if newest.value is not None or Lookup([key], 1).partitions[0] != partition:
+    seqno, value = newest
+    if value is not None or Lookup([key], 1).partitions[0] != partition:
         return False
     ends = [head.end for head in store.heads(partition)]
-    if newest.seqno > ends[-1]:
+    if seqno > ends[-1]:
         return False
     rows = Chunk([blocks_module.checked(data) for data in store.blocks(partition, ends)]).sorted()
-    return newest.seqno not in rows.seqnos.tolist()
+    return seqno not in rows.seqnos.tolist()
 
 
 def truncate(
@@ -286,7 +275,7 @@ def truncate(
             chunk.seqnos.tolist(),
             strict=True,
         ):
-            model[key] = Newest(seqno, None if op else value)
+            model[key] = (seqno, None if op else value)
 
 
 def six_blocks(store: Store) -> tuple[list[bytes], dict[bytes, Newest]]:
@@ -294,7 +283,7 @@ def six_blocks(store: Store) -> tuple[list[bytes], dict[bytes, Newest]]:
     keys = some_keys(P, 6)
     for seqno, key in enumerate(keys, 1):
         flush(store, entry((P, [Row(seqno, key, b"v%d" % seqno)])))
-    return keys, {key: Newest(n, b"v%d" % n) for n, key in enumerate(keys, 1)}
+    return keys, {key: (n, b"v%d" % n) for n, key in enumerate(keys, 1)}
 
 
 def test_only_blocks_that_may_have_the_key_are_read(store: Store, read: list[int]) -> None:
@@ -484,7 +473,7 @@ def test_hashes_are_dropped_after_a_program_that_does_not_know_them(
             txn.put(keyspace.block_key(P, 6), block_of(P, 5, [Row(6, new, b"new")])[2], db=blocks)
     store = Store(folder)
     assert hashes_at(store, P) == []
-    model[new] = Newest(6, b"new")
+    model[new] = (6, b"new")
     del model[keys[5]]
     assert found(store, [*keys, new]) == model
     store.replace(merge_direct([whole_range(store, P)], store.blocks, None).replacements)
@@ -502,7 +491,7 @@ def in_tail(index: TailKeys, first: int, entries: list[Entry], *keys: bytes) -> 
     """The seqnos of keys that the tail has."""
     lookup = Lookup(list(keys), 10**9)
     run(TailSearch(lookup, index, first, entries))
-    return [lookup.found[number].seqno for number in sorted(lookup.found)]
+    return [lookup.found[number][0] for number in sorted(lookup.found)]
 
 
 def test_the_index_of_the_tail_grows_and_goes_with_it() -> None:
@@ -567,7 +556,7 @@ def test_a_store_from_before_the_index_opens_and_gets_it_with_compaction(tmp_pat
     assert hashes_at(store, P) == []
     assert found(store, keys) == model
     flush(store, entry((P, [Row(7, keys[0], b"new")])))
-    model[keys[0]] = Newest(7, b"new")
+    model[keys[0]] = (7, b"new")
     store.close()
     store = Store(folder)
     assert hashes_at(store, P) == [7], "what this program wrote is kept"

@@ -86,7 +86,7 @@ def test_it_finds_what_was_written_last(
                 # Superseded rows may be gone already; the newest of a block is there.
                 rows = [row for row in rows if row.key != key or rng.random() < 0.5]
                 rows.append(Row(high[partition], key, value))
-                expected[key] = Newest(high[partition], value)
+                expected[key] = (high[partition], value)
             changes.append((partition, rows))
         if i > 15:
             dense = [
@@ -95,7 +95,7 @@ def test_it_finds_what_was_written_last(
             ]
             for _, rows in dense:
                 for row in rows:
-                    expected[row.key] = Newest(row.seqno, row.value)
+                    expected[row.key] = (row.seqno, row.value)
             entries.append(entry(*dense))
             continue
         ((partition, rows),) = changes
@@ -132,7 +132,7 @@ def test_a_search_begins_where_it_is_told_to(store: Store) -> None:
     store.replace([Replacement(P, [2, 3], [block_of(P, 1, rows[1:])[1:]])])
     found = Lookup([first, second], 1000)
     run(StoreSearch(found, store, NOTHING, ends))
-    assert {i: newest.seqno for i, newest in found.found.items()} == {0: 1, 1: 2}
+    assert {i: seqno for i, (seqno, _) in found.found.items()} == {0: 1, 1: 2}
     store.close()
 
 
@@ -194,7 +194,7 @@ def test_blocks_merged_between_two_bites_are_gone_through(
     merged = block_of(P, 1, rows[1:])
     store.replace([Replacement(P, [2, 3, 4, 5, 6], [merged[1:]])])
     run(search)
-    assert {i: newest.seqno for i, newest in found.found.items()} == {i: i + 1 for i in range(6)}
+    assert {i: seqno for i, (seqno, _) in found.found.items()} == {i: i + 1 for i in range(6)}
     store.close()
 
 
@@ -244,5 +244,5 @@ def test_large_tails_are_looked_through_in_bites(monkeypatch: pytest.MonkeyPatch
     entries = [entry((P, [Row(i + 1, keys[i > 0], b"%d" % i)])) for i in range(35)]
     found = Lookup(keys, 100)
     assert run(TailSearch(found, TailKeys(), 0, entries)) == 4
-    assert [found.found[i].value for i in range(2)] == [b"0", b"34"]
+    assert [found.found[i][1] for i in range(2)] == [b"0", b"34"]
     assert decode_block(entries[0].data).rows == 1

@@ -530,6 +530,22 @@ def test_rows_of_what_is_not_for_the_module_are_left_to_python(
             module.rows_at(whole, [row], True)
 
 
+@pytest.mark.parametrize("count", [0, 1, 20])
+@pytest.mark.parametrize("rows", [0, 5, 150_000])
+def test_rows_are_found_by_all_bits_of_their_hashes(
+    count: int, rows: int, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sought = {number << 16 | 7 for number in range(count)}
+    hashes = np.random.default_rng(rows).integers(0, 40, rows, np.uint32)
+    hashes *= 2**16
+    hashes += 7
+    hashes[1::2] += 1
+    expected = [row for row, one in enumerate(hashes.tolist()) if one in sought]
+    for wanted_rows in (module.wanted_rows, None):
+        monkeypatch.setattr(blocks_module, "WANTED_ROWS", wanted_rows)
+        assert blocks_module.rows_with(hashes, sought).tolist() == expected
+
+
 HASHES = st.lists(st.integers(0, 3) | FAR, max_size=5)
 
 

@@ -221,7 +221,7 @@ async def until_written(
             raise _behind(table, writes[-1]) from None
 
 
-_ABSENT = Newest(0, None)
+_ABSENT: Newest = (0, None)
 
 
 def _answer(host: BucketService, lookup: Lookup, keys: Sequence[bytes]) -> wire.GetResponse:

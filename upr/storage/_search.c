@@ -47,46 +47,38 @@ opened(PyObject *module, PyObject *block)
     return spans;
 }
 
-PyDoc_STRVAR(candidate_doc, "candidate(rows, partition, end, above, most, blocks, hashes)\n--\n\n"
-                            "As BlockCursor.candidate, which is the reference; rows iterates over key and value of stored hashes, newest first. The\n"
-                            "wanted hashes are numbers of 4 bytes, ascending.");
+PyDoc_STRVAR(wanted_rows_doc, "wanted_rows(hashes, wanted)\n--\n\n"
+                            "As rows_with of blocks.py, in numbers of 8 bytes. The wanted hashes are numbers of 4 bytes, ascending.");
 
 /* Bits of a hash that rule out most of those that are not wanted, before these are gone through. */
 enum { FILTER_BITS = 15 };
 
-/* What is looked for in the rows of hashes, and what was found. */
+/* Wanted hashes, ascending. */
 typedef struct {
-    unsigned partition;
-    uint64_t end;
-    uint64_t above;
-    Py_ssize_t most;
-    Py_ssize_t blocks;
-    Py_buffer wanted;
+    Py_buffer hashes;
     unsigned char filter[1 << FILTER_BITS >> 3];
-    Py_ssize_t size;
-    PyObject *found;
-} Search;
+} Wanted;
 
 static void
-fill_filter(Search *search)
+fill_filter(Wanted *wanted)
 {
-    for (Py_ssize_t at = 0; at < search->wanted.len / 4; at++) {
-        uint32_t bits = number_at(search->wanted.buf, at) & ((1 << FILTER_BITS) - 1);
-        search->filter[bits >> 3] |= 1 << (bits & 7);
+    for (Py_ssize_t at = 0; at < wanted->hashes.len / 4; at++) {
+        uint32_t bits = number_at(wanted->hashes.buf, at) & ((1 << FILTER_BITS) - 1);
+        wanted->filter[bits >> 3] |= 1 << (bits & 7);
     }
 }
 
 static inline int
-is_wanted(const Search *search, uint32_t hash)
+is_wanted(const Wanted *wanted, uint32_t hash)
 {
     uint32_t bits = hash & ((1 << FILTER_BITS) - 1);
-    if (!(search->filter[bits >> 3] >> (bits & 7) & 1)) {
+    if (!(wanted->filter[bits >> 3] >> (bits & 7) & 1)) {
         return 0;
     }
-    Py_ssize_t low = 0, high = search->wanted.len / 4;
+    Py_ssize_t low = 0, high = wanted->hashes.len / 4;
     while (low < high) {
         Py_ssize_t middle = low + (high - low) / 2;
-        uint32_t one = number_at(search->wanted.buf, middle);
+        uint32_t one = number_at(wanted->hashes.buf, middle);
         if (one == hash) {
             return 1;
         }
@@ -98,6 +90,49 @@ is_wanted(const Search *search, uint32_t hash)
     }
     return 0;
 }
+
+static PyObject *
+wanted_rows(PyObject *module, PyObject *args)
+{
+    Py_buffer hashes;
+    Wanted wanted = {0};
+    if (!PyArg_ParseTuple(args, "y*y*", &hashes, &wanted.hashes)) {
+        return NULL;
+    }
+    Py_ssize_t total = hashes.len / 4, count = 0;
+    PyObject *found = PyBytes_FromStringAndSize(NULL, total * sizeof(int64_t));
+    if (found != NULL) {
+        char *rows = PyBytes_AS_STRING(found);
+        Py_BEGIN_ALLOW_THREADS
+        fill_filter(&wanted);
+        for (int64_t row = 0; row < total; row++) {
+            if (is_wanted(&wanted, number_at(hashes.buf, row))) {
+                memcpy(rows + count++ * sizeof row, &row, sizeof row);
+            }
+        }
+        Py_END_ALLOW_THREADS
+        _PyBytes_Resize(&found, count * sizeof(int64_t));
+    }
+    PyBuffer_Release(&wanted.hashes);
+    PyBuffer_Release(&hashes);
+    return found;
+}
+
+PyDoc_STRVAR(candidate_doc, "candidate(rows, partition, end, above, most, blocks, hashes)\n--\n\n"
+                            "As BlockCursor.candidate, which is the reference; rows iterates over key and value of stored hashes, newest first. The\n"
+                            "wanted hashes are numbers of 4 bytes, ascending.");
+
+/* What is looked for in the rows of hashes, and what was found. */
+typedef struct {
+    unsigned partition;
+    uint64_t end;
+    uint64_t above;
+    Py_ssize_t most;
+    Py_ssize_t blocks;
+    Wanted wanted;
+    Py_ssize_t size;
+    PyObject *found;
+} Search;
 
 /* The start of the block that ends where the search is, if this row has the hashes of its keys and passes its checks. */
 static int
@@ -124,7 +159,7 @@ look_at(Search *search, uint64_t start, const Py_buffer *value)
     Py_ssize_t total = (value->len - HASHES_HEAD - CRC_BYTES) / 4;
     PyObject *rows = PyList_New(0);
     for (Py_ssize_t row = 0; rows != NULL && row < total; row++) {
-        if (is_wanted(search, number_at(hashes, row))) {
+        if (is_wanted(&search->wanted, number_at(hashes, row))) {
             PyObject *number = PyLong_FromSsize_t(row);
             if (number == NULL || PyList_Append(rows, number) < 0) {
                 Py_CLEAR(rows);
@@ -170,20 +205,20 @@ candidate(PyObject *module, PyObject *args)
     PyObject *rows, *row;
     unsigned long long end, above;
     Search search = {0};
-    if (!PyArg_ParseTuple(args, "OIKKnny*", &rows, &search.partition, &end, &above, &search.most, &search.blocks, &search.wanted)) {
+    if (!PyArg_ParseTuple(args, "OIKKnny*", &rows, &search.partition, &end, &above, &search.most, &search.blocks, &search.wanted.hashes)) {
         return NULL;
     }
     if (!PyIter_Check(rows)) {
         PyErr_SetString(PyExc_TypeError, "rows are no iterator");
     }
-    fill_filter(&search);
+    fill_filter(&search.wanted);
     search.end = end, search.above = above;
     int more = !PyErr_Occurred() && end > above;
     while (more > 0 && (row = PyIter_Next(rows)) != NULL) {
         more = look_at_row(&search, row);
         Py_DECREF(row);
     }
-    PyBuffer_Release(&search.wanted);
+    PyBuffer_Release(&search.wanted.hashes);
     if (PyErr_Occurred()) {
         Py_XDECREF(search.found);
         return NULL;
@@ -296,6 +331,7 @@ rows_at(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"opened", opened, METH_O, opened_doc},
+    {"wanted_rows", wanted_rows, METH_VARARGS, wanted_rows_doc},
     {"candidate", candidate, METH_VARARGS, candidate_doc},
     {"rows_at", rows_at, METH_VARARGS, rows_at_doc},
     {NULL, NULL, 0, NULL},

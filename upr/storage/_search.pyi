@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator
 
+from upr_protocol.block import U32
+
 def opened(block: bytes, /) -> dict[int, tuple[int, int]] | None: ...
+def wanted_rows(hashes: U32, wanted: bytes, /) -> bytes: ...
 def candidate(
     rows: Iterator[tuple[memoryview, memoryview]],
     partition: int,

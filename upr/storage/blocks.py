@@ -43,15 +43,15 @@ from upr_protocol.wire.compression import zstd_available
 
 try:
     from upr.storage._merge import merge
-    from upr.storage._search import candidate, opened, rows_at
+    from upr.storage._search import candidate, opened, rows_at, wanted_rows
 except ImportError:
-    merge = candidate = opened = rows_at = None  # type: ignore[assignment]
+    merge = candidate = opened = rows_at = wanted_rows = None  # type: ignore[assignment]
 
-MERGE, OPENED, CANDIDATE, ROWS_AT = (
-    (None,) * 4 if COMPILED is None else (merge, opened, candidate, rows_at)
+MERGE, OPENED, CANDIDATE, ROWS_AT, WANTED_ROWS = (
+    (None,) * 5 if COMPILED is None else (merge, opened, candidate, rows_at, wanted_rows)
 )
-"""Compiled twins of merging, ``checked``, ``BlockCursor.candidate`` and ``rows_of``; what is out of the ordinary they leave
-to these."""
+"""Compiled twins of merging, ``checked``, ``BlockCursor.candidate``, ``rows_of`` and ``rows_with``; what is out of the
+ordinary they leave to these."""
 READ_BYTES = 8 * 2**20
 """Blocks of a partition that are read together."""
 HASHED_BLOCKS = 1000
@@ -267,18 +267,17 @@ class BlockHashes(NamedTuple):
     hashes: U32
 
 
-class Candidate(NamedTuple):
-    """Stored block that may have a key, in these of its rows, ascending; ``total`` is how many rows it has."""
-
-    start: int
-    end: int
-    total: int
-    rows: list[int]
+Candidate = tuple[int, int, int, list[int]]
+"""Start and end of a stored block that may have a key, number of its rows, and which of them may have it, ascending."""
 
 
 def rows_with(hashes: U32, sought: set[int]) -> I64:
     """Return the rows, ascending, whose hashes are among some."""
     if len(sought) > FEW:
+        if WANTED_ROWS is not None:
+            return np.frombuffer(
+                WANTED_ROWS(hashes, array("I", sorted(sought)).tobytes()), np.int64
+            )
         wanted = np.fromiter(sought, np.uint32, len(sought))
         # Most rows are ruled out by half of their bits, at a quarter of what a hash table takes.
         near = np.zeros(2**16, bool)
@@ -376,8 +375,9 @@ class BlockCursor:
             stored = self._hashes.iterprev() if at else iter(())
             wanted = array("I", sorted(sought)).tobytes()
             told, size = CANDIDATE(stored, partition, end, above, most, HASHED_BLOCKS, wanted)
-            return told and Candidate(*told), size
-        found, size = None, 0
+            return told, size
+        found: Candidate | None = None
+        size = 0
         for start, last, value in self._hashed(partition, end, above):
             hashes = np.frombuffer(value[keyspace.HASHES], "<u4")
             # Most blocks have none, which takes arrays longer to say than a set, or bytes.
@@ -386,7 +386,7 @@ class BlockCursor:
             else:
                 has_some = any(one.to_bytes(4, "little") in value for one in sought)
             rows = rows_with(hashes, sought).tolist() if has_some else []
-            found = Candidate(start, last, len(hashes), rows)
+            found = start, last, len(hashes), rows
             size += len(value)
             if rows or size >= most:
                 break

@@ -14,8 +14,10 @@ finds one of the crossings.
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -58,11 +60,8 @@ QUICK_ROWS = 2**19
 """Most blocks and bytes indexed, and rows compared for all keys, in a bite of about a millisecond at most."""
 
 
-class Newest(NamedTuple):
-    """Newest mutation of a key; ``value`` is None for a delete."""
-
-    seqno: int
-    value: bytes | None
+Newest = tuple[int, bytes | None]
+"""Seqno and value of a key's newest mutation; None for a delete."""
 
 
 class Lookup:
@@ -94,71 +93,89 @@ class Lookup:
         else:
             self.partitions = list(map(partition_of, keys))
             self._hashes = list(map(hash_of, keys))
-        self._open: dict[int, dict[bytes, int]] = {}
-        for (key, number), partition in zip(self.numbers.items(), self.partitions, strict=True):
-            self._open.setdefault(partition, {})[key] = number
+        # Of each key 1 as long as it is sought, then 0.
+        self._open = bytearray(b"\1") * len(keys)
 
     @property
     def pending(self) -> list[int]:
         """Return the partitions with keys that are not found yet."""
-        return list(self._open)
+        return list(dict.fromkeys(compress(self.partitions, self._open)))
 
     def sought(self, partition: int | None = None) -> set[int]:
         """Return the hashes of the keys that are not found yet: of one partition, or of all."""
-        some = self._open.values() if partition is None else [self._open.get(partition, {})]
-        return {self._hashes[number] for keys in some for number in keys.values()}
+        if partition is None:
+            return set(compress(self._hashes, self._open))
+        hashes, is_open = self._hashes, self._open
+        numbers = self._numbers_in.get(partition, ())
+        return {hashes[number] for number in numbers if is_open[number]}
 
     def fail(self, partitions: Iterable[int], why: UprError) -> None:
         """Fail the keys of partitions that are not found yet."""
         for partition in partitions:
-            if self._open.pop(partition, None):
+            for number in self._open_in(partition):
+                self._open[number] = 0
                 self.problems[partition] = why
 
     def settle(self, partitions: npt.NDArray[np.bool_]) -> None:
         """End the search in partitions (bool, shape (1024,)): keys not found do not exist."""
-        for partition in [p for p in self._open if partitions[p]]:
-            del self._open[partition]
+        for partition in self.pending:
+            if partitions[partition]:
+                for number in self._open_in(partition):
+                    self._open[number] = 0
 
     def search(self, block: Encoded) -> None:
         """Search all rows of a checked block of one partition, which is newer than those that are searched later."""
-        keys = self._open.get(int(block.runs["partition"][0]))
-        if keys and int(block.runs["count"][0]):
-            rows = pc.is_in(keys_of(block), value_set=pa.array(list(keys), pa.binary()))
+        numbers = self._open_in(int(block.runs["partition"][0]))
+        if numbers and int(block.runs["count"][0]):
+            keys = list(self.numbers)
+            wanted = pa.array([keys[number] for number in numbers], pa.binary())
+            rows = pc.is_in(keys_of(block), value_set=wanted)
             self.take(rows_of(block, np.flatnonzero(rows.to_numpy(zero_copy_only=False)).tolist()))
 
-    def take(self, rows: Iterable[StoredRow]) -> int:
+    def take(self, rows: Sequence[StoredRow]) -> int:
         """Take what is sought out of rows, the newest first, of a block that is newer than those that are searched later.
 
         Returns:
             What that cost, in bytes of a block that is checked.
         """
-        left, opened = self._left, self._open
-        count = 0
+        number_of, partitions, is_open, found = (
+            self.numbers.get,
+            self.partitions,
+            self._open,
+            self.found,
+        )
+        left = self._left
         for partition, seqno, key, value in rows:
-            count += 1
+            number = number_of(key)
             # A writer may put a key into a partition that is not its own; such a row does not match.
-            keys = opened.get(partition)
-            number = None if keys is None else keys.pop(key, None)
-            if number is None:
+            if number is None or not is_open[number] or partitions[number] != partition:
                 continue
-            if not keys:
-                del opened[partition]
-            if number < self.end:
-                self.found[number] = Newest(seqno, value)
-                self._left -= len(value or b"")
+            is_open[number] = 0
+            found[number] = (seqno, value)
+            if value:
+                self._left -= len(value)
                 if self._left < 0:
                     self._shorten()
-        return ROW_BYTES * count + max(left - self._left, 0)
+        return ROW_BYTES * len(rows) + max(left - self._left, 0)
+
+    def _open_in(self, partition: int) -> list[int]:
+        """Return the numbers of a partition's keys that are not found yet."""
+        return [number for number in self._numbers_in.get(partition, ()) if self._open[number]]
+
+    @cached_property
+    def _numbers_in(self) -> dict[int, list[int]]:
+        """Numbers of a partition's keys, but for those that were found before it is first looked at."""
+        found: dict[int, list[int]] = {}
+        for number in compress(range(len(self._open)), self._open):
+            found.setdefault(self.partitions[number], []).append(number)
+        return found
 
     def _shorten(self) -> None:
         """End the answer before the last keys that are held, as long as the values up to them exceed the limit."""
         while self._left < 0 and len(self.found) > 1:
             self.end = max(self.found)
-            self._left += len(self.found.pop(self.end).value or b"")
-            for key, other in self.numbers.items():
-                keys = self._open.get(self.partitions[other], {}) if other >= self.end else {}
-                if keys.pop(key, None) is not None and not keys:
-                    del self._open[self.partitions[other]]
+            self._left += len(self.found.pop(self.end)[1] or b"")
+        self._open[self.end :] = bytes(len(self._open) - self.end)
 
 
 def newest_with(hashes: U32, sought: set[int]) -> I64:
