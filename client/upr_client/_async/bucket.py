@@ -338,10 +338,11 @@ class AsyncBucket:
             if not 0 < len(answer.answers) <= len(asked):
                 raise ProtocolError(f"{len(answer.answers)} answers for {len(asked)} keys")
             for key, one in zip(asked, answer.answers, strict=False):
-                if one.HasField("problem"):
+                # An empty value looks like none.
+                if (value := one.value) or one.HasField("value"):
+                    found[key] = value
+                elif one.HasField("problem"):
                     raise error_of(one.problem)
-                if one.HasField("value"):
-                    found[key] = one.value
             first += len(answer.answers)
         return found
 
