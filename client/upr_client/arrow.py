@@ -17,6 +17,7 @@ from upr_protocol.block import (
     ROW_BYTES,
     U64,
     Block,
+    joined_runs,
     make_runs,
     offset_column,
     row_seqnos,
@@ -111,7 +112,7 @@ def _joined(blocks: list[Block]) -> Block:
         ops = b"".join(block.ops or bytes(block.rows) for block in blocks)
     with_values = all(block.value_offsets for block in blocks)
     return Block(
-        np.concatenate([block.runs for block in blocks]),
+        joined_runs([block.runs for block in blocks]),
         seqnos,
         ops,
         _joined_offsets([block.key_offsets for block in blocks]),

@@ -471,6 +471,15 @@ def side_by_side(
         yield id_, [by_id.get(id_) or FurtherColumn(id_, none, b"") for by_id, none in told]
 
 
+def joined_runs(tables: Sequence[Runs]) -> Runs:
+    """Return run tables end to end, one or more; numpy is slow to concatenate records, and bytes are not."""
+    return (
+        tables[0]
+        if len(tables) == 1
+        else np.frombuffer(b"".join([table.data for table in tables]), RUN)
+    )
+
+
 def select_runs(block: Block, keep: npt.NDArray[np.bool_]) -> Block:
     """Return a block of only the runs where ``keep`` (bool, one a run) is true, with a CRC of its own.
 
@@ -502,8 +511,7 @@ def join_blocks(blocks: Sequence[Block], *, dated: bool = False) -> Block:
         made = COMPILED.joined([(b.runs.tobytes(), *b.columns[:-1]) for b in blocks], dated)
         if made is not None:
             return _block_of(*_compiled_columns(made))
-    # Joined as bytes: numpy is slow to concatenate records.
-    runs = np.frombuffer(b"".join([block.runs.tobytes() for block in blocks]), RUN)
+    runs = joined_runs([block.runs for block in blocks])
     order = np.argsort(runs["partition"], kind="stable")
     firsts = row_bounds(runs)[:-1][order]
     runs = runs[order]

@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import U64, Block, select_runs
+from upr_protocol.block import U64, Block, joined_runs, select_runs
 from upr_protocol.errors import (
     InvalidArgumentError,
     PositionBucketError,
@@ -711,7 +711,7 @@ class Consumer:
         """
         if self._open is not None:
             raise InvalidArgumentError("the delivery before this one was not acknowledged")
-        runs = blocks[0].runs if len(blocks) == 1 else np.concatenate([b.runs for b in blocks])
+        runs = joined_runs([block.runs for block in blocks])
         if len(tokens) != len(runs):
             raise ProtocolError(f"a frame of {len(runs)} runs carries {len(tokens)} tokens")
         partitions = runs["partition"].astype(np.int64)
@@ -801,7 +801,7 @@ class Consumer:
         if self._logs:
             logs = [self._log_records(partition) for partition in partitions]
             rows["records"] = [len(log) for log in logs]
-            records = np.concatenate([NO_RECORDS, *logs])
+            records = np.frombuffer(b"".join([log.data for log in logs]), RECORD)
         else:
             born = self._born[at]
             rows["records"] = born != 0

@@ -35,7 +35,7 @@ from upr.storage.read import ReadResult
 from upr_protocol.block import Block, block_values, build_block, make_runs, sealed
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, StorageFailedError
 from upr_protocol.flow import CreditWindow
-from upr_protocol.limits import CREDIT_FRAMES, FRAME_BYTES
+from upr_protocol.limits import CREDIT_FRAMES, FRAME_BYTES, READ_BYTES
 from upr_protocol.wire.codec import decode_block
 
 
@@ -442,15 +442,15 @@ def test_streams_that_come_from_the_store_go_on_in_the_tail_together() -> None:
 
 
 def test_what_one_read_brings_goes_in_one_frame() -> None:
-    # A read ends with the block that reaches FRAME_BYTES: the second one here.
-    b, blocks = stored_and_tail(4, FRAME_BYTES * 2 // 3)
+    # A read ends with the block that reaches READ_BYTES: the second one here.
+    b, blocks = stored_and_tail(4, READ_BYTES * 2 // 3)
     follower, _ = following(b, *range(4), window=1 << 26)
     assert frames_of(follower, blocks) == "sst"
 
 
 def test_a_stream_waits_for_so_many_others_to_come_from_the_store_and_no_longer() -> None:
     count = FRAMES_UNTIL_JOINED + 4
-    b, blocks = stored_and_tail(count, FRAME_BYTES)
+    b, blocks = stored_and_tail(count, READ_BYTES)
     follower, _ = following(b, *range(count), window=1 << 26)
     assert frames_of(follower, blocks) == "s" * FRAMES_UNTIL_JOINED + "t" + "ssss" + "t"
 
@@ -471,7 +471,7 @@ def test_a_stream_waits_for_none_that_cannot_be_read() -> None:
 
 
 def test_a_stream_that_ended_while_it_came_from_the_store_does_not_come_back() -> None:
-    b, blocks = stored_and_tail(2, FRAME_BYTES)
+    b, blocks = stored_and_tail(2, READ_BYTES)
     follower, _ = following(b, 0, 1, window=1 << 26)
     wanted = follower.next_read()
     assert wanted is not None

@@ -122,6 +122,7 @@ class ReplicasWorld:
             self.medium.watch(patch)
             self.truth.watch(patch)
             patch.setattr(follower, "FRAME_BYTES", self._frame_bytes)
+            patch.setattr(follower, "READ_BYTES", self._frame_bytes)
             receive = Bucket.receive
 
             def received(bucket: Bucket, *what: Any) -> Any:

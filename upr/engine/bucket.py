@@ -16,12 +16,12 @@ from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Copies, Durabl
 from upr.engine.producers import Known, NewestNumbers, Producer, ProducerCall, producer_bytes
 from upr.engine.streams import HISTORY_CHANGED, NOT_ACTIVE
 from upr.engine.tail import Tail, TailEntry
-from upr.storage.blocks import Compress, Encoded, joined_runs, put_ends
+from upr.storage.blocks import Compress, Encoded, put_ends
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
 from upr.storage.journal import Commit, JournalEntry, NumberedWrite
 from upr.storage.keyspace import ProducerNumbers, ProducerRow
 from upr.storage.store import Identity
-from upr_protocol.block import COMPILED, I64, RUN, U64, Block, Runs, select_runs
+from upr_protocol.block import COMPILED, I64, RUN, U64, Block, Runs, joined_runs, select_runs
 from upr_protocol.errors import (
     OutOfOrderError,
     ProtocolError,

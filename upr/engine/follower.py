@@ -54,7 +54,7 @@ from upr_protocol.errors import (
 from upr_protocol.failover import FailoverLog, check_failover_id, check_partition, check_seqno
 from upr_protocol.flow import CreditWindow
 from upr_protocol.handshake import answer_start
-from upr_protocol.limits import FRAME_BYTES, PARTITIONS
+from upr_protocol.limits import FRAME_BYTES, PARTITIONS, READ_BYTES
 from upr_protocol.position_table import STARTED
 
 
@@ -574,8 +574,8 @@ class Follower:
         self._reading = True
         self.reads += 1
         left = self.credit.window - self.credit.outstanding
-        requests = [ReadRequest(p, int(self._seqno[p])) for p in chosen]
-        return requests, min(FRAME_BYTES, left)
+        requests = list(map(ReadRequest, chosen, self._seqno[chosen].tolist()))
+        return requests, min(READ_BYTES, left)
 
     def feed(self, results: Sequence[ReadResult]) -> None:
         """Add the result of a read; blocks of streams that ended or moved since are dropped."""
@@ -587,7 +587,7 @@ class Follower:
             partition, above = result.request.partition, result.request.above
             if partition in stale:
                 continue
-            if not self._from_store[partition] or int(self._seqno[partition]) != above:
+            if not self._from_store[partition] or self._seqno.item(partition) != above:
                 continue
             if result.error is not None:
                 why = EndReason("STORAGE_ERROR", False, result.error.message, result.error.hint)
@@ -706,8 +706,8 @@ class Follower:
         tokens: list[int] = []
         size = rows = 0
         touched: dict[int, None] = {}
-        # A read ends with the block that reaches FRAME_BYTES: a frame of its own for that would cost as much as the others.
-        limit = min(2 * FRAME_BYTES, self.credit.window - self.credit.outstanding)
+        # A read ends with the block that reaches READ_BYTES: a frame of its own for that would cost as much as the others.
+        limit = min(2 * READ_BYTES, self.credit.window - self.credit.outstanding)
         while self._ready:
             partition, token, block = self._ready[0]
             fits = size + block.size <= limit if blocks else self.credit.may_send(block.size)
@@ -717,8 +717,8 @@ class Follower:
             touched[partition] = None
             if self._is_done(partition):
                 continue
-            run = block.runs[0]
-            if run["horizon"] > self._limit[partition]:
+            _, count, _, end, horizon, _ = block.runs.item()
+            if horizon > self._limit.item(partition):
                 self._reach_beyond(block.runs)
                 continue
             if self._must_wait(block.runs, stable):
@@ -726,9 +726,9 @@ class Follower:
             blocks.append(block.data)
             tokens.append(token)
             size += block.size
-            rows += int(run["count"])
-            self._seqno[partition] = run["end_seqno"]
-            self._horizon[partition] = max(self._horizon[partition], run["horizon"])
+            rows += count
+            self._seqno[partition] = end
+            self._horizon[partition] = max(self._horizon.item(partition), horizon)
         waits = {item[0] for item in self._ready}
         if self._waiting is not None:
             waits.update(filter(self._waiting.has, touched))
@@ -753,8 +753,9 @@ class Follower:
 
     def _is_done(self, partition: int) -> bool:
         """Return whether a stream is at a complete marker at or above its end."""
-        seqno = self._seqno[partition]
-        return bool(seqno >= self._until[partition] and self._horizon[partition] <= seqno)
+        seqno = self._seqno.item(partition)
+        done: bool = seqno >= self._until.item(partition) and self._horizon.item(partition) <= seqno
+        return done
 
     def _reach_beyond(self, runs: Runs) -> None:
         """End the streams whose next run reaches beyond their exact end."""

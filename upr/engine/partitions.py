@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from upr.storage.blocks import joined_runs, put_ends, summary
+from upr.storage.blocks import put_ends, summary
 from upr.storage.keyspace import PartitionRow
-from upr_protocol.block import I64, U64, Runs
+from upr_protocol.block import I64, U64, Runs, joined_runs
 from upr_protocol.errors import (
     DataDamagedError,
     PartitionNotActiveError,

@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from upr.engine.tail import Tail, TailEntry
-from upr.storage.blocks import joined_runs
 from upr.storage.keyspace import PRODUCER, ProducerNumbers, ProducerRow
-from upr_protocol.block import RUN, Runs
+from upr_protocol.block import RUN, Runs, joined_runs
 from upr_protocol.errors import ContentDiffersError, InvalidArgumentError, OutOfOrderError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS, PRODUCER_BYTES, WRITE_NUMBER_MAX

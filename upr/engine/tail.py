@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from upr.storage.blocks import joined_runs, put_ends, summary
+from upr.storage.blocks import put_ends, summary
 from upr.storage.journal import NumberedWrite
-from upr_protocol.block import I64, RUN, U64, Block, Runs, join_blocks, select_runs
+from upr_protocol.block import I64, RUN, U64, Block, Runs, join_blocks, joined_runs, select_runs
 from upr_protocol.errors import CorruptBlockError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, BLOCK_ROWS_MAX, PARTITIONS, SHARED_BYTES
 from upr_protocol.wire.codec import encode_block, reopen_block

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from upr.engine.streams import Messages
 from upr.engine.tail import WINDOW_BYTES, Tail, TailEntry, join_encoded
-from upr.storage.blocks import FEW_RUNS, joined_runs, summary
+from upr.storage.blocks import FEW_RUNS, summary
 from upr.storage.journal import NumberedWrite
 from upr.storage.read import EVERYTHING, Showing
-from upr_protocol.block import I64, U64, Runs, select_runs, slice_runs
+from upr_protocol.block import I64, U64, Runs, joined_runs, select_runs, slice_runs
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 from upr_protocol.wire.codec import encode_block
 

@@ -50,6 +50,7 @@ from upr_protocol.flow import CreditWindow, Liveness
 from upr_protocol.limits import (
     FOLLOW_REQUEST_BYTES_MAX,
     FRAME_BYTES,
+    READ_BYTES,
     SENDING_SECONDS,
 )
 from upr_protocol.position_table import START
@@ -451,7 +452,7 @@ class FollowCall:
             return
         self._reserved = 0
         self._account()
-        if self.follower.ready_bytes > FRAME_BYTES and self._room.exceeds(self._sending):
+        if self.follower.ready_bytes > READ_BYTES and self._room.exceeds(self._sending):
             # How large a block is shows when it is read, and others may have read one at the same time.
             self.follower.put_back()
             self._account()

@@ -30,6 +30,7 @@ from upr_protocol.errors import DataDamagedError, DataDirectoryError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, RUN_SPAN_MAX
 from upr_protocol.wire.codec import (
     Columns,
+    check_encoded,
     column_spans,
     compress_block,
     decode_runs,
@@ -178,13 +179,6 @@ def stretches(
         if ranges and head.start >= within:
             within = max([last for first, last in ranges if first <= head.start < last], default=0)
     return [BlockRange(partition, tuple(group)) for group in groups]
-
-
-def joined_runs(tables: Sequence[Runs]) -> Runs:
-    """Return run tables end to end; numpy is slow to concatenate records, and bytes are not."""
-    if len(tables) == 1:
-        return tables[0]
-    return np.frombuffer(b"".join([table.tobytes() for table in tables]), RUN)
 
 
 def summary(runs: Runs) -> tuple[int, bool]:
@@ -492,6 +486,11 @@ def checked(data: bytes) -> Encoded:
     data = bytes(data)
     runs, columns = open_checked(data)
     return Encoded(runs, data, columns)
+
+
+def check_stored(data: bytes) -> bool:
+    """Check a stored block's checksums as ``check_encoded``; return whether it is compressed."""
+    return (OPENED is None or OPENED(data) is None) and check_encoded(data)
 
 
 StoredRow = tuple[int, int, bytes, bytes | None]

@@ -49,7 +49,6 @@ from upr.storage.blocks import (
     each_checked,
     further_cells,
     joined_cells,
-    joined_runs,
     key_hashes,
     keys_of,
     merge_compiled,
@@ -57,7 +56,7 @@ from upr.storage.blocks import (
     tombstones_of,
 )
 from upr.storage.keyspace import hashes_of
-from upr_protocol.block import I64, RUN, U32, U64, Runs
+from upr_protocol.block import I64, RUN, U32, U64, Runs, joined_runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
 from upr_protocol.wire.codec import further_in, plain_bytes

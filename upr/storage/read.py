@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from upr.storage.blocks import Encoded, binary_cells, own_head, raw_cells
+from upr.storage.blocks import Encoded, binary_cells, check_stored, own_head, raw_cells
 from upr.storage.store import ReadRequest, Store
 from upr_protocol.block import (
     I64,
@@ -36,7 +36,6 @@ from upr_protocol.block import (
 from upr_protocol.errors import DataDamagedError, InvalidArgumentError
 from upr_protocol.limits import FRAME_PLAIN_BYTES
 from upr_protocol.wire.codec import (
-    check_encoded,
     decode_block,
     decompress_block,
     encode_block,
@@ -310,7 +309,7 @@ def _continue_from(
     at = request.above
     for data in found:
         # All checks passed before it was stored, so verifying the CRCs is enough.
-        compressed = check_encoded(data)
+        compressed = check_stored(data)
         head, runs = own_head(data, request.partition)
         if head.start > at or head.end <= at:
             raise DataDamagedError(

@@ -19,6 +19,7 @@ from upr_protocol.block import (
     block_partitions,
     block_seqnos,
     block_values,
+    joined_runs,
     row_bounds,
     row_seqnos,
     select_runs,
@@ -312,7 +313,7 @@ class _RunsByPartition:
         self._blocks = list(blocks)
         tables = [block.runs for block in self._blocks] or [np.zeros(0, RUN)]
         self._firsts = np.cumsum([0, *map(len, tables)])
-        runs = np.concatenate(tables)
+        runs = joined_runs(tables)
         self._order = np.argsort(runs["partition"], kind="stable")
         self._ends = runs["end_seqno"][self._order]
         self._at = np.searchsorted(runs["partition"][self._order], np.arange(PARTITIONS + 1))
