@@ -455,6 +455,33 @@ def test_a_stream_waits_for_so_many_others_to_come_from_the_store_and_no_longer(
     assert frames_of(follower, blocks) == "s" * FRAMES_UNTIL_JOINED + "t" + "ssss" + "t"
 
 
+def test_ends_that_reads_of_the_store_bring_are_told_together_and_wait_for_no_credit() -> None:
+    count = FRAMES_UNTIL_JOINED + 4
+    b, blocks = stored_and_tail(count, READ_BYTES)
+    follower, wake = following(b, window=4 * READ_BYTES)
+    follower.start([StartRequest(p, None, 0, None, until_seqno=1) for p in range(count)])
+    told: list[list[int]] = []
+    sent = 0
+    while sum(map(len, told)) < count:
+        if follower.has_ended:
+            told += [[p for p, _, _ in ended.streams] for ended in follower.take_ended()]
+        wake.count = 0
+        if (frame := follower.next_frame()) is not None:
+            sent += len(frame.blocks)
+        elif (wanted := follower.next_read()) is not None:
+            (first, *_), _ = wanted
+            data = blocks[first.partition]
+            follower.feed([ReadResult(first, [Encoded(decode_block(data).runs, data)])])
+        elif not wake.count:
+            # All that was sent is told of before the receiver gives credit.
+            assert sum(map(len, told)) == sent
+            if sent == 3:
+                # From here on there is credit for all.
+                follower.credit.window = 1 << 30
+            follower.credit.give_back(0)
+    assert [len(one) for one in told] == [3, FRAMES_UNTIL_JOINED, 1]
+
+
 def test_a_stream_waits_for_none_that_cannot_be_read() -> None:
     b, blocks = stored_and_tail(2, 1)
     follower, wake = following(b, 0, 1)

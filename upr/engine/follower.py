@@ -102,7 +102,8 @@ NO_END: Final = np.iinfo(np.uint64).max
 READ_PARTITIONS: Final = 64
 """Most partitions in one read of the store."""
 FRAMES_UNTIL_JOINED: Final = 16
-"""Frames from the store after which the streams that came to its end go on in the tail, if others still read it."""
+"""Frames from the store after which the streams that came to its end go on in the tail, and those that came to their own
+are told so, if others still read it."""
 STEPS_AT_ONCE: Final = 4
 """Most attempts to build a frame in one step while the tail holds nothing for this follower."""
 
@@ -427,8 +428,13 @@ class Follower:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether Ended messages wait, or a purge may have ended streams."""
-        return bool(self._ended) or self._settled_raises != self._bucket.purge_raises
+        """Return whether Ended messages are due, or a purge may have ended streams."""
+        if self._settled_raises != self._bucket.purge_raises:
+            return True
+        # Each is a message, and each frame from the store may finish streams: they wait for those of the next few.
+        if self._frames_since and len(self._ended) == 1 and self._ended[0].why is FINISHED:
+            return not self._is_reading()
+        return bool(self._ended)
 
     @property
     def may_wait(self) -> bool:
@@ -564,7 +570,7 @@ class Follower:
         waiting = np.flatnonzero(self._from_store & (self._bucket.purging <= self._seqno))
         size = self._unfit[2] if self._unfit is not None and self._is_held_up() else 1
         if not len(waiting) or not self.credit.may_send(size):
-            if self._groups.coming.any():
+            if self._groups.coming.any() or self._ended:
                 self._join_tail()
                 self.wake()
             return None
