@@ -21,7 +21,7 @@ from tests.conftest import StartServer
 from tests.etcd import RunningEtcd
 from tests.harness import STAMPS, RunningServer
 from tests.proxy import Proxy
-from tests.replica.rounds import SAFE, Reading, Writing, compare
+from tests.replica.rounds import PAUSE_SECONDS, SAFE, Reading, Writing, compare
 from tests.replica.sets import run, state_of, topology, wait_for
 from upr_client import Client
 
@@ -31,6 +31,8 @@ ETCD = 3
 COMMAND = "upr-admin promote --force"
 BACK_SECONDS = 3.0
 """Time in which an owner that is back goes on: its key in etcd was renewed a while before it was lost."""
+SPARING_SECONDS = 0.1
+"""Pause of a writer that need only go on."""
 FAILS = ".fails"
 """End of the name of a file beside a server's stamps: while it is there, no fsync of the server's journal succeeds."""
 
@@ -47,6 +49,8 @@ class ClusterRounds:
         folder: is made, for the stamps.
         constants: see ``RunningServer``.
         linked: whether all between servers, and to etcd, goes through proxies, so that links can be cut.
+        sparing: whether writers write less often while the servers settle and while etcd is away; where the owner may
+            change they never do.
 
     Attributes:
         counts: what happened.
@@ -65,6 +69,7 @@ class ClusterRounds:
         *,
         constants: Mapping[str, float] | None = None,
         linked: bool = False,
+        sparing: bool = False,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.takes: list[float] = []
@@ -79,6 +84,7 @@ class ClusterRounds:
         self._folder = folder
         self._more: dict[str, Any] = {"constants": constants} if constants else {}
         self._linked = linked
+        self._waiting_pause = SPARING_SECONDS if sparing else PAUSE_SECONDS
         self._proxies: list[Proxy] = []
 
     def _start_one(self, *options: str) -> RunningServer:
@@ -128,15 +134,27 @@ class ClusterRounds:
 
     def _go_on_for(self, seconds: float) -> None:
         until = boot_seconds() + seconds
-        while boot_seconds() < until:
-            self._go_on()
+        with self._sparing():
+            while boot_seconds() < until:
+                self._go_on()
+
+    @contextlib.contextmanager
+    def _sparing(self) -> Iterator[None]:
+        for writer in self._writers:
+            writer.pause = self._waiting_pause
+        try:
+            yield
+        finally:
+            for writer in self._writers:
+                writer.pause = PAUSE_SECONDS
 
     def _others(self) -> list[RunningServer]:
         return [server for server in self.servers if server is not self.owner]
 
     def settle(self) -> None:
         """Wait until there is one owner, and it counts the two others, which are in step."""
-        wait_for(self._is_settled, "one owner that counts the others")
+        with self._sparing():
+            wait_for(self._is_settled, "one owner that counts the others")
         self.owner = owner_of(self.servers)
 
     def _is_settled(self) -> bool:

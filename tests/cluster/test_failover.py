@@ -1,6 +1,6 @@
 """A cluster goes on by itself: its owner is killed, stopped and cut off, disks are emptied and full, and etcd is away.
 
-``tools/dev.py soak --cluster`` does all of it often, and with the times of the product.
+``tools/dev.py soak --cluster`` does all of it often, with the times of the product and writers that never write less.
 """
 
 from pathlib import Path
@@ -31,7 +31,9 @@ SOON = {
 def test_a_cluster_survives_its_owner_and_etcd(server_process: StartServer, tmp_path: Path) -> None:
     with (
         running_etcd(tmp_path / "etcd") as etcd,
-        ClusterRounds(server_process, etcd, tmp_path / "stamps", 1, constants=SOON) as rounds,
+        ClusterRounds(
+            server_process, etcd, tmp_path / "stamps", 1, constants=SOON, sparing=True
+        ) as rounds,
     ):
         rounds.kill()
         rounds.pause(4.0)
@@ -44,7 +46,7 @@ def test_a_cluster_survives_cut_links(server_process: StartServer, tmp_path: Pat
     with (
         running_etcd(tmp_path / "etcd") as etcd,
         ClusterRounds(
-            server_process, etcd, tmp_path / "stamps", 2, constants=SOON, linked=True
+            server_process, etcd, tmp_path / "stamps", 2, constants=SOON, linked=True, sparing=True
         ) as rounds,
     ):
         # The owner says nothing to one that hears nothing else of it, and another one does.
@@ -59,7 +61,9 @@ def test_a_cluster_survives_emptied_and_failed_disks(
 ) -> None:
     with (
         running_etcd(tmp_path / "etcd") as etcd,
-        ClusterRounds(server_process, etcd, tmp_path / "stamps", 3, constants=SOON) as rounds,
+        ClusterRounds(
+            server_process, etcd, tmp_path / "stamps", 3, constants=SOON, sparing=True
+        ) as rounds,
     ):
         rounds.kill(emptied=True)
         rounds.empty_a_replica()
@@ -73,7 +77,9 @@ def test_a_cluster_is_upgraded_one_by_one_and_waits_for_room(
 ) -> None:
     with (
         running_etcd(tmp_path / "etcd") as etcd,
-        ClusterRounds(server_process, etcd, tmp_path / "stamps", 4, constants=SOON) as rounds,
+        ClusterRounds(
+            server_process, etcd, tmp_path / "stamps", 4, constants=SOON, sparing=True
+        ) as rounds,
     ):
         rounds.fill_disk(3.0)
         rounds.roll()

@@ -23,6 +23,8 @@ from upr_protocol.partitioning import partition_of
 
 STABILITIES = ("memory", "disk", "replicated(1)")
 SAFE = "replicated(1)"
+PAUSE_SECONDS = 0.01
+"""About as long as a write takes: it is under way as often as not, and the processor is not all a writer's own."""
 GATHERED = "promoted with less than the other had"
 
 
@@ -97,6 +99,7 @@ class Writing:
         acknowledged: its keys that were acknowledged.
         newest: the last one of them.
         longest: most seconds between two acknowledgements; may be set to 0.0.
+        pause: seconds between a write and the next one; may be set.
         errors: how often a write failed for the caller, by reason.
     """
 
@@ -105,6 +108,7 @@ class Writing:
         self.acknowledged: set[bytes] = set()
         self.newest = b""
         self.longest = 0.0
+        self.pause = PAUSE_SECONDS
         self.errors: Counter[str] = Counter()
         self._endpoints, self._name = endpoints, name
         self._stop = threading.Event()
@@ -134,8 +138,7 @@ class Writing:
                 self.longest, before = max(self.longest, now - before), now
                 self.acknowledged.update(keys)
                 self.newest = keys[-1]
-                # About as long as the write took: it is under way as often as not, and the processor is not all its own.
-                self._stop.wait(0.01)
+                self._stop.wait(self.pause)
 
     def go_on(self) -> None:
         """Wait until more is acknowledged than was."""
