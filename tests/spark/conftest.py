@@ -37,9 +37,12 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder: Path = tmp_path_factory.mktemp("spark")
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
-    with warnings.catch_warnings():
+    paths = [str(Path(__file__).with_name("processes")), str(Path(__file__).parents[2])]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         # pyspark itself leaves sockets and processes for the collector.
         warnings.simplefilter("ignore")
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         session = (
             SparkSession.builder.master("local[2,4]")
             .appName("upr-stream tests")
