@@ -620,7 +620,9 @@ async def test_what_works_in_the_background_goes_on_once_there_is_memory_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, worker: str, step: str, failing: Failing
 ) -> None:
     monkeypatch.setattr(compactor_module, "SWEEP_SECONDS_MIN", 0.05)
-    host = started(BucketService(folder, ServerConfig(folder, tombstone_seconds=0.0)))
+    host = started(
+        BucketService(folder, ServerConfig(folder, tombstone_seconds=0.0, flush_seconds=0.05))
+    )
 
     def lacks(*_: object, **__: object) -> None:
         raise MemoryError
