@@ -315,7 +315,15 @@ class Background:
 
 async def run_blocking(work: Callable[..., T], *arguments: Any) -> T:
     """Run what blocks (files) where it does not hold up anything else; also when cancelled it is done at the end."""
-    task = asyncio.create_task(asyncio.to_thread(work, *arguments))
+
+    def done() -> T:
+        try:
+            return work(*arguments)
+        except StopIteration as error:
+            # No future takes that one: this would wait for ever.
+            raise RuntimeError("a position store raised StopIteration") from error
+
+    task = asyncio.create_task(asyncio.to_thread(done))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

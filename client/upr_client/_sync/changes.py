@@ -457,6 +457,11 @@ class Changes:
         except KeyboardInterrupt:
             self._interrupted = self._follow is None or not self._follow.waits
             raise
+        except StopIteration as error:
+            # Of a function of the application, or its store: whoever iterates would take it for the end.
+            words = "a callback or position store raised what ends an iteration"
+            self._failure = RuntimeError(words)
+            raise self._failure from error
         except Exception as error:
             self._failure = error
             raise

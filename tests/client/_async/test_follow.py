@@ -2,6 +2,7 @@
 """Following, against a scripted server."""
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
@@ -200,6 +201,37 @@ async def test_a_rollback_callback_runs_before_the_new_start() -> None:
     assert (again.failover_id, again.seqno, again.data_id) == (ID_B, 3, ID_B)
     assert store.load([1])[1].seqno == 6
     assert store.load([1])[1].log == FailoverLog.from_pairs([(ID_A, 0), (ID_B, 5)])
+
+
+class StoreOfOneRow:
+    """A store of the application's own whose first save asks an iterator for what it does not have."""
+
+    def __init__(self) -> None:
+        self._rows: Iterator[None] = iter(())
+
+    def load(self, _: object) -> dict[int, Position]:
+        return {1: at(8, 3, 5, 8)}
+
+    def save(self, _: object) -> None:
+        rows, self._rows = self._rows, iter([None])
+        next(rows)
+
+
+@pytest.mark.asyncio
+async def test_what_would_end_an_iteration_is_an_error_when_the_application_raises_it() -> None:
+    told = [*BEGIN, answers(rollback(1, 5, ID_B, (ID_A, 0), (ID_B, 5))), Hold()]
+
+    def undo(_: Rollback) -> None:
+        raise StopAsyncIteration
+
+    async with serve([told, told]) as server, AsyncClient(server.target) as client:
+        bucket = client.bucket()
+        for on_rollback in (undo, lambda _: None):
+            with pytest.raises(RuntimeError, match="raised"):
+                async with bucket.changes(
+                    resume=StoreOfOneRow(), only=Only([1]), on_rollback=on_rollback
+                ) as changes:
+                    _ = [event async for event in changes]
 
 
 @pytest.mark.asyncio

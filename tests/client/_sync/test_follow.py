@@ -3,6 +3,7 @@
 """Following, against a scripted server."""
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
@@ -195,6 +196,36 @@ def test_a_rollback_callback_runs_before_the_new_start() -> None:
     assert (again.failover_id, again.seqno, again.data_id) == (ID_B, 3, ID_B)
     assert store.load([1])[1].seqno == 6
     assert store.load([1])[1].log == FailoverLog.from_pairs([(ID_A, 0), (ID_B, 5)])
+
+
+class StoreOfOneRow:
+    """A store of the application's own whose first save asks an iterator for what it does not have."""
+
+    def __init__(self) -> None:
+        self._rows: Iterator[None] = iter(())
+
+    def load(self, _: object) -> dict[int, Position]:
+        return {1: at(8, 3, 5, 8)}
+
+    def save(self, _: object) -> None:
+        rows, self._rows = self._rows, iter([None])
+        next(rows)
+
+
+def test_what_would_end_an_iteration_is_an_error_when_the_application_raises_it() -> None:
+    told = [*BEGIN, answers(rollback(1, 5, ID_B, (ID_A, 0), (ID_B, 5))), Hold()]
+
+    def undo(_: Rollback) -> None:
+        raise StopIteration
+
+    with serve([told, told]) as server, Client(server.target) as client:
+        bucket = client.bucket()
+        for on_rollback in (undo, lambda _: None):
+            with pytest.raises(RuntimeError, match="raised"):
+                with bucket.changes(
+                    resume=StoreOfOneRow(), only=Only([1]), on_rollback=on_rollback
+                ) as changes:
+                    _ = [event for event in changes]
 
 
 def test_a_rollback_event_is_confirmed_by_asking_for_the_next() -> None:
