@@ -4,9 +4,9 @@
     psql postgresql:///app -c "SELECT key, value FROM mirror"
 
 Changes and positions are written in the same transactions, so the two agree whenever this program, the database or the
-server stops, and the next start goes on there. The table ``changes`` keeps what was overwritten, as far back as the oldest
-snapshot marker of the position: a rollback goes back to one of these or to 0, and deletes what is above it. The view
-``mirror`` has the newest value of each key. Of two programs with one database the second one ends at once.
+server stops, and the next start goes on there. The table ``changes`` keeps what was overwritten and was there at a snapshot
+marker of the position: a rollback goes back to one of these or to 0, and deletes what is above it. The view ``mirror`` has the
+newest value of each key. Of two programs with one database the second one ends at once.
 """
 
 import argparse
@@ -36,14 +36,18 @@ CREATE OR REPLACE VIEW mirror AS SELECT key, value, partition, seqno FROM (
 INSERT = "INSERT INTO changes VALUES %s"
 SAVE = "INSERT INTO positions VALUES %s ON CONFLICT (partition) DO UPDATE SET position = excluded.position"
 UNDO = "DELETE FROM changes WHERE partition = %s AND seqno > %s"
-# What a newer change at or below the oldest marker replaced: no rollback ends below that, but at 0.
-PRUNE = """DELETE FROM changes AS old USING (
-    SELECT partition, key, max(seqno) AS seqno FROM changes JOIN (VALUES %s) AS oldest (partition, marker) USING (partition)
-    WHERE seqno <= marker GROUP BY partition, key) AS kept
-    WHERE old.partition = kept.partition AND old.key = kept.key AND old.seqno < kept.seqno"""
+# What is not the newest of its key and was there at no marker, and deletes of what is not kept. The oldest marker of a position
+# is the first one ever: what is above it cannot be kept as a whole.
+PRUNE = """DELETE FROM changes USING (
+    SELECT seqno, seen AND bool_or(seen AND value IS NOT NULL) OVER (PARTITION BY key ORDER BY seqno) AS kept FROM (
+        SELECT key, seqno, value, until IS NULL OR EXISTS (
+            SELECT FROM unnest(%s::bigint[]) AS marker WHERE marker >= seqno AND marker < until) AS seen FROM (
+            SELECT key, seqno, value, lead(seqno) OVER (PARTITION BY key ORDER BY seqno) AS until
+            FROM changes WHERE partition = %s) AS spans) AS looked_at) AS told
+    WHERE changes.partition = %s AND changes.seqno = told.seqno AND NOT told.kept"""
 LOCK = "SELECT pg_try_advisory_lock(hashtext('upr mirror'))"
-PRUNE_EVERY = 10_000
-"""Changes after which what no rollback can bring back is deleted."""
+PRUNE_EVERY = 1000
+"""Changes of a partition after which what no rollback can bring back is deleted."""
 
 
 def say(words: object) -> None:
@@ -66,7 +70,6 @@ class Mirror:
         self._failed = False
         self._saved: dict[int, Position] = {}
         self._changes = 0
-        # By partition, so that also those are pruned that are not saved at that moment.
         self._unpruned: Counter[int] = Counter()
         with self._transaction() as cursor:
             cursor.execute(LOCK)
@@ -134,13 +137,10 @@ class Mirror:
             kept = {p: self._restorable(p, one) for p, one in positions.items()}
             rows = [(partition, one.to_json()) for partition, one in kept.items()]
             execute_values(cursor, SAVE, rows, page_size=1024)
-            if self._unpruned.total() >= PRUNE_EVERY:
-                now = {**self._saved, **kept}
-                changed = [(p, now[p].markers) for p in self._unpruned if p in now]
-                oldest = [(p, min(markers)) for p, markers in changed if markers]
-                if oldest:
-                    execute_values(cursor, PRUNE, oldest, page_size=1024)
-                self._unpruned.clear()
+            for partition, one in kept.items():
+                if self._unpruned[partition] >= PRUNE_EVERY:
+                    cursor.execute(PRUNE, (list(one.markers), partition, partition))
+                    del self._unpruned[partition]
             self._connection.commit()
         self._saved.update(kept)
         say(f"{self._changes} changes")

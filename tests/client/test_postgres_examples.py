@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import runpy
 import secrets
@@ -22,6 +23,7 @@ from tests.conftest import StartServer
 from tests.harness import wait_until
 from upr_client import Change, Client, Group, Position
 from upr_protocol.limits import ADMIN_SOCKET
+from upr_protocol.position import MarkerHistory
 
 pytestmark = [pytest.mark.postgres, pytest.mark.long]
 
@@ -160,22 +162,44 @@ def test_a_mirror_is_what_the_bucket_is_whatever_is_killed_or_undone(
         assert example.end(signal.SIGTERM) == 0
 
 
-def test_a_mirror_prunes_each_partition_that_changed(dsn: str) -> None:
-    """Also one that is not among those that are saved when it is time to."""
+def test_a_mirror_keeps_what_a_rollback_brings_back_and_no_more(dsn: str) -> None:
     import psycopg2
 
     mirror = runpy.run_path(str(CLIENT / "examples" / "postgres_mirror.py"))["Mirror"]
-    prune_every = mirror.save.__globals__["PRUNE_EVERY"]
+    draw, markers = random.Random(1), MarkerHistory()
+    state: dict[bytes, bytes] = {}
+    states: dict[int, dict[bytes, bytes]] = {}
     with asked(dsn) as database, closing(psycopg2.connect(dsn)) as connection:
         database.execute("DROP TABLE IF EXISTS changes, positions CASCADE")
         kept = mirror(connection)
         assert not kept.load(range(1024))
-        for partition, seqnos in ((1, prune_every - 1), (2, 1)):
-            rows = [(partition, seqno, "set", b"key", b"") for seqno in range(1, seqnos + 1)]
+        for marker in range(50, 10_001, 50):
+            rows = []
+            for seqno in range(marker - 49, marker + 1):
+                # Some change all the time, and most are written once and deleted.
+                number = draw.choice([draw.randrange(5), seqno, seqno - 50])
+                key, value = b"%d" % number, b"%d" % seqno
+                gone = number == seqno - 50
+                rows.append(
+                    (1, seqno, "delete", key, None) if gone else (1, seqno, "set", key, value)
+                )
+                state.pop(key, None)
+                if not gone:
+                    state[key] = value
             kept.apply(SimpleNamespace(changes=rows))
-            kept.save({partition: Position(1, 5, 5, seqnos, seqnos, (seqnos,), None)})
-        database.execute("SELECT partition, seqno FROM changes ORDER BY partition")
-        assert database.fetchall() == [(1, prune_every - 1), (2, 1)]
+            markers.add(marker)
+            states[marker] = dict(state)
+            told = Position(1, 5, 5, marker, marker, markers.as_tuple(), None)
+            kept.save({1: told})
+        assert mirrored(dsn) == state
+        database.execute("SELECT count(*) FROM changes")
+        there = set(state.items()).union(*(states[marker].items() for marker in told.markers))
+        # Behind each value there may be a delete.
+        assert database.fetchone()[0] <= 2 * len(there) + 1000 < 6000
+        for marker in reversed(told.markers):
+            kept.undo(SimpleNamespace(partition=1, seqno=marker, from_seqno=0))
+            connection.commit()
+            assert mirrored(dsn) == states[marker]
         database.execute("DROP TABLE changes, positions CASCADE")
 
 
