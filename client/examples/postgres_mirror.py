@@ -11,6 +11,7 @@ newest value of each key. Of two programs with one database the second one ends 
 
 import argparse
 import asyncio
+import random
 import signal
 import sys
 from collections import Counter
@@ -127,6 +128,8 @@ class Mirror:
             cursor.execute("SELECT partition, position FROM positions")
             self._saved = {p: Position.from_json(text) for p, text in cursor if p in wanted}
         self._connection.commit()
+        # Somewhere in between, so that many short runs do not leave ever more.
+        self._unpruned = Counter({p: random.randrange(PRUNE_EVERY) for p in wanted})
         return dict(self._saved)
 
     def save(self, positions: Mapping[int, Position]) -> None:

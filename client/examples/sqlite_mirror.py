@@ -54,6 +54,7 @@ GO_BACK = (
     FROM undo WHERE partition = :partition AND since <= :seqno AND until > :seqno""",
     "DELETE FROM undo WHERE partition = :partition AND until > :seqno",
 )
+KEPT = "SELECT partition, count(*) FROM undo GROUP BY partition"
 PRUNE = """DELETE FROM undo WHERE partition = ? AND NOT EXISTS (
     SELECT 1 FROM json_each(?) AS marker WHERE marker.value >= since AND marker.value < until)"""
 PRUNE_EVERY = 1000
@@ -135,6 +136,8 @@ class Mirror:
         """Return what was committed; the SDK calls it at the start."""
         self._failed = False
         self._saved = self._store.load(partitions)
+        # What a run before has not pruned: many short ones must not leave ever more.
+        self._kept = Counter(dict(self.connection.execute(KEPT)))
         return dict(self._saved)
 
     def save(self, positions: Mapping[int, Position]) -> None:

@@ -203,6 +203,27 @@ def test_a_mirror_keeps_what_a_rollback_brings_back_and_no_more(dsn: str) -> Non
         database.execute("DROP TABLE changes, positions CASCADE")
 
 
+def test_a_mirror_is_pruned_over_many_short_runs(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psycopg2
+
+    mirror = runpy.run_path(str(CLIENT / "examples" / "postgres_mirror.py"))["Mirror"]
+    monkeypatch.setitem(mirror.save.__globals__, "PRUNE_EVERY", 100)
+    random.seed(1)
+    with asked(dsn) as database, closing(psycopg2.connect(dsn)) as connection:
+        database.execute("DROP TABLE IF EXISTS changes, positions CASCADE")
+        for last in range(20, 2001, 20):
+            kept = mirror(connection)
+            kept.load(range(1024))
+            rows = [(1, seqno, "set", b"key", b"") for seqno in range(last - 19, last + 1)]
+            kept.apply(SimpleNamespace(changes=rows))
+            kept.save({1: Position(1, 5, 5, last, last, (last,), None)})
+        database.execute("SELECT count(*), max(seqno) FROM changes")
+        count, newest = database.fetchone()
+        assert count < 1000
+        assert newest == 2000
+        database.execute("DROP TABLE changes, positions CASCADE")
+
+
 def test_a_bucket_has_what_the_tables_have(
     server_process: StartServer, run_example: Callable[[list[str]], Example], dsn: str
 ) -> None:

@@ -454,6 +454,26 @@ def test_the_undo_table_stays_small() -> None:
         assert table(mirror) == stream.state
 
 
+def test_the_undo_table_stays_small_over_many_short_runs(tmp_path: Path) -> None:
+    example = load_example()
+    example.PRUNE_EVERY = 100
+    mirror = example.Mirror(str(tmp_path / "db"))
+    stream = Stream(mirror)
+    for run in range(100):
+        if run:
+            mirror.connection.close()
+            stream.mirror = mirror = example.Mirror(str(tmp_path / "db"))
+        mirror.load([5])
+        for number in range(20):
+            stream.run([(b"hot", b"%d" % number)])
+        stream.save()
+    with closing(mirror.connection):
+        (rows,) = mirror.connection.execute("SELECT count(*) FROM undo").fetchone()
+        assert rows <= 64 + 100
+        stream.roll_back(stream.seqno - 30)
+        assert table(mirror) == stream.state
+
+
 def test_after_a_failure_nothing_more_is_saved(tmp_path: Path) -> None:
     example = load_example()
     mirror = example.Mirror(str(tmp_path / "db"))
