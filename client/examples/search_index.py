@@ -59,6 +59,9 @@ class Index:
         before = self._words[partition].pop(key, NO_WORDS)
         for word in before - words:
             self._keys[word].discard(key)
+            if not self._keys[word]:
+                # Words that nothing has any more must not pile up.
+                del self._keys[word]
         for word in words - before:
             self._keys[word].add(key)
         if words:

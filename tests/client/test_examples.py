@@ -577,6 +577,16 @@ def test_the_cache_outlasts_a_server_that_is_away(
         assert example.end() == 0
 
 
+def test_a_search_index_keeps_no_words_that_nothing_has() -> None:
+    example = runpy.run_path(str(CLIENT / "examples" / "search_index.py"))
+    index = example["Index"](lambda *_: None)
+    for number in range(100):
+        index.put(7, b"key", frozenset({"red", f"word{number}"}))
+    assert index.find(frozenset({"red", "word99"})) == {b"key"}
+    index.put(7, b"key", frozenset())
+    assert not index._keys
+
+
 def test_a_key_that_changes_while_it_is_read_is_not_kept() -> None:
     example = runpy.run_path(str(CLIENT / "examples" / "cache_invalidator.py"))
 
