@@ -355,6 +355,8 @@ class SqlitePositions:
                 f"the database {self._path!r} ends with each transaction",
                 hint="pass an open connection, or use MemoryPositions",
             )
+        # It is opened each time, and the program may be in another folder by then.
+        self._path = os.path.abspath(self._path)
 
     def load(self, partitions: Iterable[int]) -> dict[int, Position]:
         """Return the positions of those of the partitions that have one; none without a table.

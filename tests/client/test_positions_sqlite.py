@@ -40,6 +40,18 @@ def test_loading_writes_nothing(path: Path) -> None:
         assert connection.total_changes == 0
 
 
+def test_where_the_program_goes_later_changes_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    store = SqlitePositions(path.name)
+    store.save({3: at(10)})
+    (path.parent / "other").mkdir()
+    monkeypatch.chdir(path.parent / "other")
+    assert store.load([3]) == {3: at(10)}
+    assert not list(Path().iterdir())
+
+
 def test_consumers_share_a_table_and_tables_a_database(path: Path) -> None:
     stores = [
         SqlitePositions(path),
