@@ -44,7 +44,8 @@ class ChangesStatus:
         changes_per_second: over the last ten seconds.
         unacknowledged: changes handed out and not acknowledged; with ``acknowledge="manual"`` only.
         lag: mutations that the server is ahead, over all partitions, as of its last report.
-        lag_seconds: the age of the newest change of the partition that is furthest behind; 0.0 when none is.
+        lag_seconds: the age of the newest change received of the partition that is furthest behind; 0.0 when none is. One of
+            which nothing was received yet is left out, however far behind it is: ``lag`` has it.
         last_progress: seconds since the last change or marker came; None when none did.
         reconnects: calls that were lost.
         rollbacks: how many there were, by the server's rule.
