@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final, TextIO, TypeVar
 
 import click
@@ -138,7 +139,7 @@ def _as_click_error(error: Exception) -> click.ClickException:
         words = error.strerror or words
         if error.errno == errno.EBADF:
             words = "stdin or stdout is closed"
-        if error.filename:
+        elif error.filename:
             words = f"{error.filename}: {words}"
     shown = click.ClickException(words)
     shown.exit_code = code  # type: ignore[misc]
@@ -159,21 +160,36 @@ def _invoked(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
         _drop_output()
         ctx.exit(exit_codes.OK)
     except Exception as error:
-        if isinstance(error, OSError):
-            # What could not be written would be tried again at the interpreter's end.
-            _drop_output()
+        # What could not be written would be tried again at the interpreter's end.
+        if isinstance(error, OSError) and _drop_output() and error.filename is None:
+            error.filename = "stdout"
         if ctx.meta.get(_VERBOSE):
             traceback.print_exc()
         raise _as_click_error(error) from error
 
 
-def _drop_output() -> None:
-    """Have what stdout holds back, and cannot write, go nowhere."""
+def _parsed(parse: Callable[[], click.Context]) -> click.Context:
+    """Parse a program's arguments; --help and --version are printed there, before anything is run."""
+    try:
+        return parse()
+    except OSError as error:
+        is_stdout = _drop_output()
+        if isinstance(error, BrokenPipeError):
+            raise click.exceptions.Exit(exit_codes.OK) from None
+        if is_stdout and error.filename is None:
+            error.filename = "stdout"
+        raise _as_click_error(error) from error
+
+
+def _drop_output() -> bool:
+    """Have what stdout holds back, and cannot write, go nowhere; return whether there was any."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _left(run: Callable[..., Any], args: tuple[Any, ...], extra: dict[str, Any]) -> Any:
@@ -199,6 +215,9 @@ def _left(run: Callable[..., Any], args: tuple[Any, ...], extra: dict[str, Any])
 
 class Command(click.Command):
     """A program of one command, with one-line errors and the statuses of ``exit_codes``."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        return _parsed(partial(super().make_context, *args, **extra))
 
     def invoke(self, ctx: click.Context) -> Any:
         return _invoked(super().invoke, ctx)
@@ -294,6 +313,9 @@ class Group(click.Group):
         if meant and name not in self.commands and not ctx.resilient_parsing:
             raise click.UsageError(f"No such command {name!r}. Did you mean {meant[0]!r}?", ctx)
         return super().resolve_command(ctx, args)
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        return _parsed(partial(super().make_context, *args, **extra))
 
     def invoke(self, ctx: click.Context) -> Any:
         return _invoked(super().invoke, ctx)

@@ -180,12 +180,16 @@ def test_watching_without_a_terminal_goes_on_after_what_passes(
 
 @pytest.mark.long
 def test_closed_streams_and_a_full_disk_are_a_line(target: str, tmp_path: Path) -> None:
-    closed = "stdin or stdout is closed"
+    closed, full = "stdin or stdout is closed", "stdout: No space left on device"
+    buffered = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with Client(target) as client:
         client.bucket().set(b"key", b"value")
         for command, words in (
             ("cat get key >&-", closed),
-            ("cat get key > /dev/full", "No space left on device"),
+            ("cat get key > /dev/full", full),
+            ("admin --help > /dev/full", full),
+            ("server --version > /dev/full", full),
+            ("server --help >&-", closed),
             ("cat set key - <&-", closed),
             ("admin token add a --role read --tokens identities --json >&-", closed),
         ):
@@ -195,12 +199,24 @@ def test_closed_streams_and_a_full_disk_are_a_line(target: str, tmp_path: Path) 
                 capture_output=True,
                 text=True,
                 cwd=tmp_path,
-                env={**os.environ, "UPR_TARGET": target},
+                env={**buffered, "UPR_TARGET": target},
             )
             assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {words}\n")
         assert client.bucket().get(b"key") == b"value"
     # An identity whose token nobody has seen is not there.
     assert read_identities(tmp_path / "identities").all == []
+
+
+@pytest.mark.parametrize("line", ["server --help", "admin --version"])
+def test_who_closes_the_pipe_of_a_help_has_seen_enough(line: str) -> None:
+    # The other end is gone before anything is written.
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, "-m", "upr.cli", *line.split()], stdout=writes, stderr=subprocess.PIPE
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 ENDING = """
