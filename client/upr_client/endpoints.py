@@ -122,6 +122,19 @@ def _read(path: Path, what: str) -> bytes:
         ) from None
 
 
+def _read_pem(path: Path | None, what: str, kind: bytes) -> bytes | None:
+    """Return the content of a PEM file; gRPC would take another for a server that cannot be reached, and try again."""
+    if path is None:
+        return None
+    content = _read(path, what)
+    if kind + b"-----" not in content:
+        raise InvalidArgumentError(
+            f"{what} in {path} is not in PEM; must have a line -----BEGIN {kind.decode()}-----",
+            hint="is it another file, or in DER? openssl converts it",
+        )
+    return content
+
+
 def token_from(path: Path) -> str:
     """Return the token in a file, without blanks around it.
 
@@ -219,7 +232,7 @@ class Login:
         """Return the login that files make; those of TLS mean TLS.
 
         Raises:
-            InvalidArgumentError: a file cannot be read, or one of ``cert`` and ``key`` is missing.
+            InvalidArgumentError: a file cannot be read, or is no PEM, or one of ``cert`` and ``key`` is missing.
         """
         if (cert is None) != (key is None):
             raise InvalidArgumentError(
@@ -228,9 +241,9 @@ class Login:
             )
         return cls(
             bool(tls or ca or cert),
-            None if ca is None else _read(ca, "the authority's certificate"),
-            None if cert is None else _read(cert, "the certificate"),
-            None if key is None else _read(key, "the key"),
+            _read_pem(ca, "the authority's certificate", b"CERTIFICATE"),
+            _read_pem(cert, "the certificate", b"CERTIFICATE"),
+            _read_pem(key, "the key", b"PRIVATE KEY"),
             token,
         )
 

@@ -183,12 +183,9 @@ def test_what_is_wrong_with_the_tls_of_a_command_is_said(world: World) -> None:
     make_certificate(other)
     key, cert = other / "key.pem", other / "chain.pem"
     port = world.target.rpartition(":")[2]
-    empty = world.folder / "empty.pem"
-    empty.write_text("no certificate\n")
     more: tuple[object, ...]
     for target, ca, more, words in (
         (world.target, cert, (), "certificate is not trusted (is --tls-ca its authority?)"),
-        (world.target, empty, (), "does --tls-ca have a certificate in PEM"),
         (
             world.target,
             world.ca,

@@ -71,6 +71,8 @@ TABLE = """
 2 | upr-admin status --data folder --target 127.0.0.1:1 | --data goes without --target and --context
 3 | upr-admin status --context none | there is no context 'none' ('upr-admin context list' shows them)
 2 | upr-admin status --tls-cert none --tls | one of certificate and key is missing; must be both or none (the certi
+2 | upr-admin status --tls-ca text --target 127.0.0.1:1 | the authority's certificate in text is not in PEM; must have a line -----BEGIN CERTIFICATE----- (is
+2 | upr-admin status --tls-cert text --tls-key text --target 127.0.0.1:1 | the certificate in text is not in PEM; must have
 2 | upr-admin status --token-file none --target 127.0.0.1:1 | the file of the token cannot be read: No such file or directory (is
 2 | upr-admin status --token-file '' | the path is empty; is a variable not set?
 2 | upr-admin status --watch 0 | '0' must be a duration of 100ms to 1h
