@@ -14,6 +14,8 @@ from tests.harness import RunningServer
 from tests.storage.closed import NEVER, Closed, block_of
 from tests.storage.stored_blocks import consumers_of
 from upr.cli import admin
+from upr.service.buckets.catalog import create_bucket
+from upr.storage.directory import DataDirectory
 from upr.storage.journal import _HEADER, _record_at
 from upr.storage.keyspace import ConsumerRow, CutRow, Pin
 from upr_client import Client, Only
@@ -215,6 +217,22 @@ def test_what_lies_above_the_marker_and_speaks_of_the_future_goes(tmp_path: Path
     assert run_admin("check", closed.path).exit_code == 0
 
 
+def test_a_bucket_that_cannot_be_restored_leaves_the_others_restored(tmp_path: Path) -> None:
+    closed = Closed(tmp_path / "data")
+    directory = DataDirectory(closed.path)
+    # On both sides of the one that is fine.
+    folders = [create_bucket(directory, f"b{n}", version=n) for n in (1, 2**64 - 1)]
+    directory.close()
+    for folder in folders:
+        (folder / "store" / "data.mdb").write_text("junk")
+    result = run_admin("restore-copy", "--yes", closed.path)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("bucket default: new failover records in 1024 partitions")
+    assert result.stderr.count("error: ") == 2
+    assert all(f"not restored: bucket {folder.name}\n" in result.stderr for folder in folders)
+    assert len(closed.row(0).log) == 2
+
+
 @pytest.mark.parametrize(("answer", "records"), [("n\n", 1), ("y\n", 2)])
 def test_it_asks_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, records: int
@@ -243,10 +261,40 @@ def test_what_is_not_served_is_not_checked(tmp_path: Path) -> None:
     shutil.copytree(closed.bucket, closed.bucket.with_name("of yesterday"))
     (closed.bucket.parent / "0123456789abcdef.new").mkdir()
     result = run_admin("check", closed.path)
-    assert (result.exit_code, result.stdout) == (
+    assert (result.exit_code, result.stdout, result.stderr) == (
         0,
         "bucket default: fine: 10 seqnos in 1 partitions\n",
+        "buckets/of yesterday is not the folder of a bucket: it is not checked, and no server serves it\n",
     )
+
+
+def test_a_folder_of_a_bucket_that_was_renamed_is_told_by_the_server(
+    server_process: StartServer,
+) -> None:
+    server = server_process()
+    assert server.terminate() == 0
+    (folder,) = server.data.glob("buckets/*")
+    folder.rename(folder.with_suffix(".bak"))
+    server.start()
+    assert f"{folder.name}.bak" in server.log_text()
+
+
+def test_a_stray_file_in_the_journal_is_no_damage(tmp_path: Path) -> None:
+    closed = Closed(tmp_path / "data")
+    shutil.copy(closed.journal_files[0], closed.journal_files[0].with_name("copy.journal"))
+    result = run_admin("check", closed.path)
+    assert (result.exit_code, result.stderr) == (2, "")
+    assert result.stdout.startswith("bucket default: not checked: ")
+    assert "move it out of the folder" in result.stdout
+
+
+@pytest.mark.parametrize("command", [("check",), ("restore-copy", "--yes")])
+def test_a_file_in_the_place_of_the_buckets_is_told(tmp_path: Path, command: list[str]) -> None:
+    closed = Closed(tmp_path / "data")
+    shutil.rmtree(closed.bucket.parent)
+    closed.bucket.parent.touch()
+    code, words = failed(*command, closed.path)
+    assert (code, "buckets is a file; must be the folder" in words) == (2, True)
 
 
 class MetDamageError(Exception):

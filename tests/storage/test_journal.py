@@ -291,7 +291,7 @@ def test_a_segment_of_another_bucket_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_no_segment_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
     (segment,) = filled(tmp_path / "j", 2)
     segment.with_name(name).write_bytes(segment.read_bytes())
-    with pytest.raises(DataDamagedError, match="is no segment of this journal") as refused:
+    with pytest.raises(DataDirectoryError, match="is no segment of this journal") as refused:
         replayed(tmp_path / "j")
     assert name in refused.value.message
     assert refused.value.hint.startswith("move it out of the folder")

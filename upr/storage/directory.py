@@ -54,9 +54,27 @@ def unknown_format(what: str, told: Any, must: int = FORMAT) -> DataDirectoryErr
 
 def bucket_folders(path: Path) -> list[Path]:
     """Return the folders of a data directory that are served as buckets, by name."""
+    return [folder for folder in _in_buckets(path) if _is_bucket(folder)]
+
+
+def not_buckets(path: Path) -> list[str]:
+    """Return the names of what lies among the buckets of a data directory and is none, nor the leftover of a crash."""
+    found = _in_buckets(path)
+    return [one.name for one in found if not _is_bucket(one) and one.suffix not in (_NEW, _DROPPED)]
+
+
+def _in_buckets(path: Path) -> list[Path]:
     buckets = path / "buckets"
-    folders = sorted(buckets.iterdir()) if buckets.is_dir() else []
-    return [folder for folder in folders if folder.is_dir() and HEX_ID.fullmatch(folder.name)]
+    if buckets.exists() and not buckets.is_dir():
+        raise DataDirectoryError(
+            f"{buckets} is a file; must be the folder of the buckets",
+            hint="put the folder back from a copy of this directory",
+        )
+    return sorted(buckets.iterdir()) if buckets.is_dir() else []
+
+
+def _is_bucket(folder: Path) -> bool:
+    return folder.is_dir() and HEX_ID.fullmatch(folder.name) is not None
 
 
 _CANNOT_LOCK = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -139,6 +157,8 @@ class DataDirectory:
                 )
             path.mkdir(parents=True, exist_ok=True)
             self.id, self.cluster = self._read_mark()
+            # Raises where they are no folder, which mkdir would tell worse.
+            bucket_folders(path)
             self._lock = lock_directory(path, make=True)
             (path / "buckets").mkdir(exist_ok=True)
             # At every start: the process that created it may have been killed before its name was durable.

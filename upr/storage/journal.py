@@ -204,7 +204,7 @@ class _Segment:
 def _segment_of(path: Path) -> _Segment:
     if not _SEGMENT_NAME.fullmatch(path.stem):
         # Left out, a segment that somebody renamed would be missed without a word.
-        raise DataDamagedError(
+        raise DataDirectoryError(
             f"{path} is no segment of this journal; its name must be 16 digits",
             hint="move it out of the folder; or rename it back, if it was renamed",
         )
@@ -262,8 +262,8 @@ class Journal:
         write_seconds: what writing and syncing the last record took.
 
     Raises:
-        DataDamagedError: a file is no segment, or a segment is foreign, or broken before its end.
-        DataDirectoryError: it is of an unknown format.
+        DataDamagedError: a segment is foreign, or broken before its end.
+        DataDirectoryError: a file is no segment, or one is of an unknown format.
     """
 
     def __init__(self, folder: Path, bucket_version: int) -> None:

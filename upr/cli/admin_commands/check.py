@@ -95,12 +95,15 @@ def check(directory: Path, partitions: list[int] | None, as_json: bool) -> int:
     Exit status: 0 all is fine, 1 damage was found, 2 DIR cannot be judged, or its part in a set cannot be read.
     """
     from upr.storage.check.directory import check_directory
-    from upr.storage.directory import read_standing
+    from upr.storage.directory import bucket_folders, not_buckets, read_standing
 
     total = PARTITIONS if partitions is None else len(partitions)
+    total *= len(bucket_folders(directory))
     with closing(Progress("partitions", total)) as progress:
         reports = check_directory(directory, partitions, progress.update)
     print_result(as_json, to_json(reports), to_text(reports) or "there are no buckets")
+    for name in not_buckets(directory):
+        note(f"buckets/{name} is not the folder of a bucket: it is not checked, and no server serves it")
     if any(report.damaged for report in reports):
         note("there is no repair: take the data from a replica or a backup")
     # Behind the rest, which can be checked without it; no server starts with a broken one.

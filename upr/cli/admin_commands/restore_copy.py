@@ -8,7 +8,7 @@ import click
 
 from upr_cli_kit.options import NamedPath
 from upr_cli_kit.output import confirm, note, output_options, print_done, print_json
-from upr_protocol.errors import DataDirectoryError
+from upr_protocol.errors import DataDirectoryError, UprError
 from upr_protocol.failover import format_failover_id
 from upr_protocol.limits import FAILOVER_LOG_MAX
 
@@ -119,14 +119,31 @@ def restore_copy(directory: Path, yes: bool, as_json: bool) -> None:
     Every active partition of every bucket gets a new failover record at the last complete marker of the copy, and what
     lies above it is cut off, as after an unclean stop. So clients that are ahead of the copy learn that it is
     another history, and roll back to the record. Cuts are released, and acknowledged positions above the copy
-    are removed. Running it again adds another record; no harm, but nothing is gained. Without a terminal, --yes is
-    needed.
+    are removed. Running it again adds another record; no harm, but nothing is gained. A bucket that cannot be read is
+    named, and the others are restored. Without a terminal, --yes is needed.
     """
+    import lmdb
+
     with closing(open_directory(directory)) as data:
         if not yes:
             confirm(_QUESTION, "change the copy")
         data.is_another()
-        documents = [_restore(folder) for folder in data.buckets()]
+        documents, errors = [], []
+        for folder in data.buckets():
+            # The others are of use without it.
+            try:
+                documents.append(_restore(folder))
+            except (UprError, OSError, lmdb.Error) as error:
+                errors.append(error)
+                note(f"not restored: bucket {folder.name}")
+    _print(documents, as_json)
+    for error in errors[:-1]:
+        note(f"error: {error}")
+    if errors:
+        raise errors[-1]
+
+
+def _print(documents: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json(documents)
         return

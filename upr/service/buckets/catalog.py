@@ -37,6 +37,7 @@ from upr.storage.directory import (
     DataDirectory,
     Stored,
     keep_spare,
+    not_buckets,
     read_standing,
     write_standing,
 )
@@ -285,6 +286,9 @@ class Catalog:
 
     def _open_all(self) -> None:
         self._remove_leftovers()
+        for name in not_buckets(self._directory.path):
+            # Somebody who renamed a bucket's folder would else only see that it is empty, or not there.
+            log.warning("what is no bucket's folder is not served", extra={"folder": name})
         for folder in self._directory.buckets():
             try:
                 self._add(self._opened(folder))
