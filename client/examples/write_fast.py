@@ -72,8 +72,9 @@ def main() -> int:
         help="how long to wait for a server that is away",
     )
     options = parser.parse_args()
-    if options.keys < 1:
-        parser.error(f"--keys is {options.keys}; must be at least 1")
+    for name, least in (("rows", 0), ("keys", 1), ("value_bytes", 0)):
+        if (given := getattr(options, name)) < least:
+            parser.error(f"--{name.replace('_', '-')} is {given}; must be at least {least}")
     stopping = threading.Event()
     # No KeyboardInterrupt: what was taken is to be written.
     signal.signal(signal.SIGINT, lambda *_: stopping.set())

@@ -131,6 +131,8 @@ def test_without_a_server_there_is_a_line_and_no_traceback(name: str, tmp_path: 
     [
         ("line_client.py", ["--target", "localhost"], "--target is localhost; must be HOST:PORT"),
         ("write_fast.py", ["--keys", "0"], "--keys is 0; must be at least 1"),
+        ("write_fast.py", ["--rows", "-1"], "--rows is -1; must be at least 0"),
+        ("write_fast.py", ["--value-bytes", "-1"], "--value-bytes is -1; must be at least 0"),
     ],
 )
 def test_a_wrong_option_is_a_line_and_no_traceback(
