@@ -131,6 +131,7 @@ TABLE = """
 2 | upr-admin token add a --tokens t | Missing option '--role'
 2 | upr-admin token add a --role king --tokens t | 'king' is not one of read, write, replicate, admin
 2 | upr-admin token add a --role read: --tokens t | 'read:' names no bucket
+2 | upr-admin token add a --role read:b\x7f --tokens t | bucket 'b\\x7f' is 2 bytes; must be 1 to 200 without control characters
 2 | upr-admin token add a --role replicate:b --tokens t | file of identities, line 1: replicate of 'a' is for some buckets; must be true
 2 | upr-admin token add '' --role read --tokens t | identity '' is 0 bytes; must be 1 to 200 without control characters
 2 | upr-admin token add a --role read --certificate c --out o --tokens t | --out is for a token, and with --certificate there is none

@@ -54,6 +54,9 @@ def _parse_roles(
             raise click.BadParameter(f"{role!r} is not one of {', '.join(ROLES)}.")
         if colon and not bucket:
             raise click.BadParameter(f"{value!r} names no bucket.")
+        if colon:
+            # No bucket will ever have another name.
+            check_name(bucket, "bucket")
         if not colon:
             found[role] = None
         elif (among := found.setdefault(role, set())) is not None:
