@@ -145,6 +145,7 @@ def test_what_is_printed_is_a_file_of_the_same_settings(tmp_path: Path) -> None:
         ("listen = 'here'", "listen: 'here' is not HOST:PORT"),
         ("log-format = 'xml'", "log-format: 'xml' is not one of"),
         ("listen =", "cannot be read: Invalid value (at end of document)"),
+        ("x = " + "[" * 100_000, "cannot be read: maximum recursion depth exceeded"),
     ],
 )
 def test_what_a_file_cannot_say(text: str, words: str, tmp_path: Path) -> None:

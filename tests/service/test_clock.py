@@ -205,7 +205,7 @@ def test_a_clock_that_was_ahead_is_waited_for(caplog: pytest.LogCaptureFixture) 
     assert "is far from" in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["cut", "number", "empty", "list", "negative"])
+@pytest.mark.parametrize("damage", ["cut", "number", "empty", "list", "deep", "negative"])
 def test_of_a_damaged_file_nothing_is_known(tmp_path: Path, damage: str) -> None:
     path = tmp_path / CLOCK
     assert read_clock(path) is None
@@ -217,6 +217,7 @@ def test_of_a_damaged_file_nothing_is_known(tmp_path: Path, damage: str) -> None
         "number": text.replace(str(START), str(START + 1)),
         "empty": "",
         "list": "[1]",
+        "deep": "[" * 4000,
         "negative": json.dumps({**json.loads(text), "time": -1}),
     }
     path.write_text(wrong[damage])

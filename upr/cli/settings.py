@@ -149,7 +149,7 @@ def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     try:
         # TOML has no byte order mark, but editors write one.
         found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise click.UsageError(f"{path} cannot be read: {error}") from None
     ctx.obj = path
     ctx.default_map = {}

@@ -189,7 +189,7 @@ def read_clock(path: Path) -> Known | None:
         return Known(**values)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         log.warning(
             "the stored time cannot be read", extra={"file": path.name, "error": str(error)}
         )
