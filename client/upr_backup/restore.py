@@ -251,9 +251,12 @@ class Restore:
         """Check that the bucket holds nothing but what an interrupted run wrote; returns its journal, None without,
         and the groups that are done.
         """
-        self._highs = {
-            info.partition: info.high_seqno for info in self.client.admin.partitions(self.bucket)
-        }
+        found = self.client.admin.partitions(self.bucket)
+        if any(info.state in ("replica", "pending") for info in found):
+            # A replica that is behind shows what is full as empty. Where a read goes, the next question goes too.
+            self.bucket.get(self.key_prefix or b"-")
+            found = self.client.admin.partitions(self.bucket)
+        self._highs = {info.partition: info.high_seqno for info in found}
         journal = self._found_journal()
         if journal is None:
             self._refuse(p for p, high in self._highs.items() if high)

@@ -11,10 +11,11 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from tests.conftest import StartServer
-from tests.harness import RunningServer
+from tests.harness import RunningServer, wait_until
+from tests.proxy import Proxy
 from tests.replica.sets import run, start_set, wait_until_counted, wait_until_equal
 from tests.spark.backup_model import InlineEngine
-from tests.spark.restoring import content, restored
+from tests.spark.restoring import content, restored, upr_backup
 from tests.spark.test_source import Sink
 from upr_backup.backup import Run
 from upr_backup.repository import LocalStorage
@@ -232,3 +233,25 @@ def test_a_query_goes_on_at_the_new_active_server(
     shown = spark.read.format("upr").option("endpoint", endpoints).load().collect()
     assert set(sink.rows) == {(row.partition, row.seqno) for row in shown}
     assert len({bytes(row.key) for row in shown}) == 500
+
+
+def test_a_bucket_that_a_replica_still_shows_empty_is_not_restored_into(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    owner = server_process()
+    with Proxy(owner.target) as proxy:
+        replica = server_process("--replicate-from", proxy.target, "--anonymous")
+        repository_of(owner, tmp_path / "backups")
+        with Client(owner.target) as client:
+            client.bucket().set(b"key", b"of the backup")
+            assert upr_backup(tmp_path / "backups", "backup").exit_code == 0
+            client.admin.create_bucket("other")
+            with Client(replica.target) as other:
+                wait_until(lambda: len(other.admin.buckets()) == 2, "a bucket")
+            proxy.black_hole("to server", "to client")
+            client.bucket("other").set(b"key", b"newer")
+            targets = f"{replica.target},{owner.target}"
+            options = ("--bucket", "other", "--target", targets)
+            done = upr_backup(tmp_path / "backups", "restore", *options)
+            assert (done.exit_code, "holds data in 1 partitions" in done.stderr) == (4, True)
+            assert client.bucket("other").get(b"key") == b"newer"
