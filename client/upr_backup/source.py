@@ -26,7 +26,15 @@ _RENEW_AGAIN_SECONDS: Final = 15.0
 _BACK_SECONDS: Final = 30.0
 """Longest wait for a server that was there: it is restarted, or another one of its set is about to be active."""
 _ASK_AGAIN_SECONDS: Final = 0.2
+_ACTIVE_SECONDS: Final = 5.0
+"""Longest search for the active server; what is asked next says what is wrong."""
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def go_to_active(client: Client, bucket: str) -> None:
+    """Have a client ask the active server from now on, where it is found: a replica may lack the bucket and its cuts."""
+    with suppress(UprError):
+        client.bucket(bucket).get(b"-", seconds=_ACTIVE_SECONDS)
 
 
 class ServerSource:

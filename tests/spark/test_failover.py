@@ -255,3 +255,19 @@ def test_a_bucket_that_a_replica_still_shows_empty_is_not_restored_into(
             done = upr_backup(tmp_path / "backups", "restore", *options)
             assert (done.exit_code, "holds data in 1 partitions" in done.stderr) == (4, True)
             assert client.bucket("other").get(b"key") == b"newer"
+
+
+def test_a_replica_without_the_bucket_does_no_harm_among_the_targets(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    owner = server_process()
+    # Nothing listens there.
+    replica = server_process("--replicate-from", "127.0.0.1:1", "--anonymous")
+    with Client(owner.target) as client:
+        client.bucket().set(b"key", b"value")
+    targets = ("--target", f"{replica.target},{owner.target}")
+    made = ("restore", "--bucket", "restored", "--create-bucket")
+    again = (*made, "--into-non-empty")
+    for words in (("init",), ("backup",), ("verify", "--against-server"), made, again):
+        done = upr_backup(tmp_path / "backups", *words, *targets)
+        assert done.exit_code == 0, done.stderr

@@ -66,7 +66,10 @@ def init(storage: Storage, target: str | None, bucket: str, as_json: bool) -> No
         raise RepositoryError(
             f"{storage.location} is not empty", hint="a repository has a place of its own"
         )
+    from upr_backup.source import go_to_active
+
     with open_client(target) as client:
+        go_to_active(client, bucket)
         found = [info for info in client.admin.buckets() if info.name == bucket]
     if not found:
         raise BackupNotFoundError(
@@ -193,7 +196,7 @@ def _take(
 ) -> int:
     """Take a backup with these options of ``Run``, or one each ``every`` seconds; returns the exit status."""
     from upr_backup.backup import Run
-    from upr_backup.source import ServerSource
+    from upr_backup.source import ServerSource, go_to_active
 
     far = Far()
     rows_read = 0
@@ -205,6 +208,7 @@ def _take(
         far.show("groups read", done, total, words, rows=rows_read)
 
     with open_client(target) as client:
+        go_to_active(client, repository.bucket)
         source = ServerSource(client, repository)
         lock = Lock(repository.storage)
         # The servers of the set, which tasks need as well: the one that was given may go away meanwhile.
@@ -471,10 +475,12 @@ def verify_command(
 
 def _against_server(repository: Repository, target: str) -> "Comparison":
     from upr_backup.rows import open_point
+    from upr_backup.source import go_to_active
     from upr_backup.verify import AgainstServer
 
     point = open_point(repository)
     with open_client(target) as client, closing(Far()) as far:
+        go_to_active(client, repository.bucket)
         work = AgainstServer(point, client, partial(far.show, "partitions compared"))
         comparison = work.run()
     for line in comparison.differences:

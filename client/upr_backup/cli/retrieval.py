@@ -67,10 +67,12 @@ def restore(
     """
     from upr_backup.restore import Restore
     from upr_backup.rows import open_point
+    from upr_backup.source import go_to_active
 
     point = open_point(open_repository(storage), at, partitions)
     name = point.repository.bucket if bucket is None else bucket
     with open_client(required_target(target)) as client, closing(Far()) as far:
+        go_to_active(client, name)
         is_there = not create_bucket or any(one.name == name for one in client.admin.buckets())
         if not is_there and not dry_run:
             client.admin.create_bucket(name)
