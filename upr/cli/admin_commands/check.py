@@ -103,7 +103,9 @@ def check(directory: Path, partitions: list[int] | None, as_json: bool) -> int:
         reports = check_directory(directory, partitions, progress.update)
     print_result(as_json, to_json(reports), to_text(reports) or "there are no buckets")
     for name in not_buckets(directory):
-        note(f"buckets/{name} is not the folder of a bucket: it is not checked, and no server serves it")
+        note(
+            f"buckets/{name} is not the folder of a bucket: it is not checked, and no server serves it"
+        )
     if any(report.damaged for report in reports):
         note("there is no repair: take the data from a replica or a backup")
     # Behind the rest, which can be checked without it; no server starts with a broken one.
