@@ -128,7 +128,8 @@ def restore_copy(directory: Path, yes: bool, as_json: bool) -> None:
         if not yes:
             confirm(_QUESTION, "change the copy")
         data.is_another()
-        documents, errors = [], []
+        documents: list[dict[str, Any]] = []
+        errors: list[Exception] = []
         for folder in data.buckets():
             # The others are of use without it.
             try:
@@ -137,8 +138,8 @@ def restore_copy(directory: Path, yes: bool, as_json: bool) -> None:
                 errors.append(error)
                 note(f"not restored: bucket {folder.name}")
     _print(documents, as_json)
-    for error in errors[:-1]:
-        note(f"error: {error}")
+    for one in errors[:-1]:
+        note(f"error: {one}")
     if errors:
         raise errors[-1]
 
