@@ -574,6 +574,20 @@ def test_what_keeps_a_server_from_claiming_is_told_for_as_long_as_it_lasts(
     assert [one.levelname for one in told] == ["WARNING", "INFO"]
 
 
+def test_who_loses_a_race_of_claims_has_no_trouble(
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "upr.cluster.keeper")
+    first, second, third = world.servers
+    monkeypatch.setattr(keeper, "TURN_SECONDS", 0.0)
+    first.kill()
+    world.until(lambda: second.active or third.active, 20, "replaced")
+    said = [one.message for one in caplog.records if one.name == "upr.cluster.keeper"]
+    assert said.count("this server claims") == 2
+    assert said.count("another server claimed first") == 1
+    assert "part of the cluster fails" not in said
+
+
 def test_who_claimed_in_vain_is_not_said_to_be_gone(
     world: ClusterWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,6 +33,8 @@ LAST_SECONDS = 10.0
 PREVIOUS_SECONDS = 1.0
 """Shortest wait for the promise of the server that served last: with it nobody else has to wait."""
 
+_CLAIMED_TOO = "another server claims the ownership too"
+
 
 def boot_seconds() -> float:
     """Return the time since the machine was started, with the time that it slept."""
@@ -57,7 +59,12 @@ def old_map(row: Row, known: Row) -> UprError:
 
 def claimed_too() -> UprError:
     """Return the error of a claim that another server's came before."""
-    return UnavailableError("another server claims the ownership too", hint="try again")
+    return UnavailableError(_CLAIMED_TOO, hint="try again")
+
+
+def is_claimed_too(error: Exception) -> bool:
+    """Return whether an error is that: of two that claim at once one loses, and nothing is wrong."""
+    return isinstance(error, UnavailableError) and error.message == _CLAIMED_TOO
 
 
 def check_seen(seen: Row | None, basis: Row | None) -> None:
