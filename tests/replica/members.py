@@ -1,6 +1,8 @@
 """Sets of servers in one process, whose parts tests reach."""
 
 import asyncio
+import errno
+import os
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -69,6 +71,11 @@ class Member:
 
 async def never(*_: object) -> None:
     await asyncio.Event().wait()
+
+
+async def full(*_: object) -> int:
+    """Write nothing, as of a journal whose disk is full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def start_set(start: Start, replicas: int = 1) -> list[Member]:

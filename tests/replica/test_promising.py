@@ -1,8 +1,6 @@
 """A promise, in one process: what a server answers for, and what may come in between."""
 
 import asyncio
-import errno
-import os
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -17,7 +15,7 @@ import pytest_asyncio
 from tests.client.certificates import make_certificate
 from tests.engine.buckets import bucket
 from tests.harness import WAIT_SECONDS, pass_turns, until
-from tests.replica.members import A, Start, joined, leave_alone, start_set, write
+from tests.replica.members import A, Start, full, joined, leave_alone, start_set, write
 from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, REPLICA
 from upr.replica.fencing import Fencing
@@ -127,10 +125,6 @@ async def test_an_owner_takes_nothing_back_from_who_became_active_meanwhile(
         await ownership._take_back()
     assert rows.row == rows.theirs
     assert not ownership.active
-
-
-async def full(*_: object) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.asyncio

@@ -463,7 +463,8 @@ class Server:
         for task in self._tasks:
             task.cancel()
         if self._replicating is not None:
-            await asyncio.wait([self._replicating])
+            # What it does at its end may wait for a disk that is full, which fails once the buckets are closed.
+            await asyncio.wait([self._replicating], timeout=GRACE_SECONDS)
         await self._health.shut_down()
         self._changes.shut_down()
         self._writes.shut_down()
