@@ -154,7 +154,7 @@ async def test_one_that_is_far_away_can_be_connected(etcd: RunningEtcd) -> None:
 
 async def test_the_row_is_changed_by_one_and_again_means_the_same(etcd: RunningEtcd) -> None:
     client = Etcd(etcd.endpoints)
-    rows = MapRows(client, Place(tuple(etcd.endpoints), "rows"))
+    rows = MapRows(client, Place(tuple(etcd.endpoints), "rows"), lambda: "")
     with pytest.raises(UnavailableError, match="there is no map"):
         await rows.read()
     first = first_row(A)

@@ -107,10 +107,10 @@ class Lossy:
 async def test_a_lost_answer_is_looked_for_once() -> None:
     second = KNOWN.row.counting(C)
     registry: Any = Lossy(1)
-    assert await MapRows(registry, Place((), "x")).swap(KNOWN.row, second)
+    assert await MapRows(registry, Place((), "x"), lambda: "").swap(KNOWN.row, second)
     assert Map.decode(registry.entry.value).row == second
     registry = Lossy(3)
-    rows = MapRows(registry, Place((), "x"))
+    rows = MapRows(registry, Place((), "x"), lambda: "")
 
     def again(known: Map) -> Map:
         return known.dropping(len(known.dropped))
@@ -168,7 +168,7 @@ async def test_what_may_have_been_done_is_not_refused_as_if_it_was_not(lost: boo
     for word in ("created", "dropped"):
         registry: Any = Gone(lost=lost)
         catalog: Any = Owner()
-        buckets = Buckets(MapRows(registry, Place((), "x")), catalog)
+        buckets = Buckets(MapRows(registry, Place((), "x"), lambda: ""), catalog)
         ordered = buckets.create("new") if word == "created" else buckets.drop(SOME.name)
         with pytest.raises(UnknownOutcomeError, match=f"was {word}") as caught:
             await ordered

@@ -25,7 +25,7 @@ from upr.service.buckets.catalog import Catalog
 from upr.service.replica_tables import TableFeed
 from upr_client import AsyncClient, UprError
 from upr_protocol.errors import NoRoomError, UnavailableError
-from upr_protocol.ownership import Standing
+from upr_protocol.ownership import Standing, first_row
 from upr_protocol.wire.v1.change_stream_service_pb2 import Tables
 
 
@@ -467,11 +467,30 @@ def test_no_order_claims_the_map_of_another_set(world: ClusterWorld) -> None:
     other = replace(Map.decode(data), replica_set="0" * 16)
     world.etcd.put_back(other.encode())
     assert world.promoted(second, force=True) == "WRONG_REPLICA_SET"
+    world.order(second, takeover=True)
+    world.until(lambda: not world.people.operating, 40, "answered")
+    assert world.outcome == "WRONG_REPLICA_SET"
     world.order_bucket("some", drops=False)
     world.pass_time(3.0)
     assert not world.created
     assert world.etcd.values("/map") == [other.encode()]
     assert active(world) == [0]
+
+
+def test_an_owner_that_is_given_the_cluster_of_another_set_takes_nothing_there(
+    world: ClusterWorld,
+) -> None:
+    """Its own row is the newer one, as in an old copy of its map."""
+    first = world.servers[0]
+    first.kill()
+    (data,) = world.etcd.values("/map")
+    other = replace(Map.decode(data), replica_set="0" * 16, row=first_row("f" * 16))
+    world.etcd.put_back(other.encode())
+    first.start()
+    world.until(lambda: "is the set of servers 0000000000000000" in first.waiting, 20, "told")
+    world.pass_time(5.0)
+    assert world.etcd.values("/map") == [other.encode()]
+    assert active(world) == []
 
 
 @pytest.mark.long

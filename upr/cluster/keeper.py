@@ -56,7 +56,7 @@ class Keeper:
     def __init__(
         self, catalog: Catalog, registry: Registry, place: Place, address: Callable[[], str]
     ) -> None:
-        self.rows = MapRows(registry, place)
+        self.rows = MapRows(registry, place, lambda: catalog.replica_set)
         self.buckets = Buckets(self.rows, catalog)
         self._catalog = catalog
         self._registry = registry
@@ -214,7 +214,7 @@ class Keeper:
         if known is None:
             await self._begin(ownership)
             return
-        self._check_set(known)
+        self.rows.check_set(known)
         row = known.row
         ownership.peers.heard_of(
             SetMember(directory=directory, address=address)
@@ -245,17 +245,6 @@ class Keeper:
         met = ownership.peers.met.get(row.owner)
         if row.epoch == self._first[1] and met is not None and met.claiming:
             self._served_at = now
-
-    def _check_set(self, known: Map) -> None:
-        """Raise where the map is of another set than this server."""
-        own = self._catalog.replica_set
-        if own and own != known.replica_set:
-            raise UprError(
-                f"the cluster {shown(self._place.name)} is the set of servers {known.replica_set}; this server"
-                f" belongs to {own}",
-                reason="WRONG_REPLICA_SET",
-                hint="give --cluster another name, or --data an empty directory",
-            )
 
     async def _keep_buckets(self, known: Map, now: float) -> None:
         """Have the buckets that the map has; the first server of a set begins with one."""
@@ -405,7 +394,7 @@ class Keeper:
             return
         found, known = await self.rows.found()
         if known is not None:
-            self._check_set(known)
+            self.rows.check_set(known)
             if not self._catalog.replica_set:
                 self._found = found
                 self._check_there(ownership, known.row)

@@ -35,13 +35,18 @@ CHANGES_MAX = 8
 class MapRows:
     """The map of a cluster.
 
+    Args:
+        replica_set: returns the id of the set that this server belongs to; "" for none yet.
+
     Attributes:
         swapped: the map with the newest row that was set from here; None before there is one.
     """
 
-    def __init__(self, registry: Registry, place: Place) -> None:
+    def __init__(self, registry: Registry, place: Place, replica_set: Callable[[], str]) -> None:
         self.swapped: Map | None = None
         self._registry = registry
+        self._replica_set = replica_set
+        self._name = place.name
         self._prefix = place.prefix
         self._key = place.prefix + b"map"
 
@@ -51,11 +56,23 @@ class MapRows:
         entry = found.entries.get(self._key)
         return found, None if entry is None else Map.decode(entry.value)
 
+    def check_set(self, known: Map) -> None:
+        """Raise where a map is of another set than this server: neither its rows nor its changes mean anything here."""
+        own = self._replica_set()
+        if own and own != known.replica_set:
+            raise UprError(
+                f"the cluster {shown(self._name)} is the set of servers {known.replica_set}; this server"
+                f" belongs to {own}",
+                reason="WRONG_REPLICA_SET",
+                hint="give --cluster another name, or --data an empty directory",
+            )
+
     async def _there(self) -> tuple[Found, Map]:
-        """Return what ``found`` does, where there is a map."""
+        """Return what ``found`` does, where there is a map of this server's set."""
         found, known = await self.found()
         if known is None:
             raise UnavailableError("there is no map of the cluster in etcd")
+        self.check_set(known)
         return found, known
 
     async def read(self) -> Row:
