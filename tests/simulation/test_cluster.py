@@ -21,6 +21,7 @@ from upr.engine.partitions import ACTIVE
 from upr.replica.inventory import Promoted
 from upr.replica.ownership import Ownership
 from upr.replica.replica_service import ReplicaMethods
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.replica_tables import TableFeed
 from upr_client import AsyncClient, UprError
@@ -209,6 +210,32 @@ def test_who_claims_in_vain_lets_others_claim(
     first.start()
     world.settle()
     world.check()
+
+
+def test_who_serves_by_the_map_and_cannot_lets_others_claim(
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would claim again at once, and each claim says for a moment that it serves."""
+    first, second, third = world.servers
+    one, other = sorted((second, third), key=lambda server: standing(server).directory)
+    activate, tried = BucketService.activate, list[float]()
+
+    async def fails(host: BucketService, *how: Any) -> None:
+        if running().host == one.host:
+            tried.append(world.elapsed)
+            raise OSError(errno.ENOSPC, "full")
+        await activate(host, *how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BucketService, "activate", fails)
+        first.kill()
+        world.until(lambda: other.active, 30, "active")
+    assert len(tried) < 5
+    first.start()
+    world.settle()
+    world.check()
+    assert one.ownership is not None
+    assert not one.ownership.inventory.cannot_serve
 
 
 @pytest.mark.long

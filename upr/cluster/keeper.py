@@ -156,8 +156,9 @@ class Keeper:
     def _gave_up(self, ownership: Ownership) -> bool:
         """Return whether the map names this server, and another one is to claim: to them it is as if it were dead."""
         owner = "" if self._map is None else self._map.row.owner
-        failed = ownership.inventory.failure is not None and not ownership.active
-        return failed and owner == ownership.standing.directory
+        inventory = ownership.inventory
+        failed = inventory.failure is not None or inventory.cannot_serve
+        return failed and not ownership.active and owner == ownership.standing.directory
 
     async def _watch(self) -> None:
         """Read all that is kept of the cluster whenever it changes."""
@@ -223,6 +224,8 @@ class Keeper:
         # Of two that began at once, each may have found no key.
         await ownership.peers.check_alone(self._nodes().get(ownership.standing.directory, ""))
         self._see_whether_it_serves(ownership, row, now)
+        if row.owner != ownership.standing.directory:
+            ownership.inventory.cannot_serve = False
         if not self._catalog.replica_set and row.owner == ownership.standing.directory:
             # It was killed while it made the map.
             self._catalog.join(known.replica_set)

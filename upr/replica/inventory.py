@@ -12,6 +12,7 @@ from upr.replica.peers import Answer, Met
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.upstream_state import UpstreamState
+from upr.service.storage_trouble import PASSING
 from upr_protocol.block import U64
 from upr_protocol.errors import (
     DataDamagedError,
@@ -149,11 +150,13 @@ class Inventory:
 
     Attributes:
         serving: the epoch in which this process served last; 0 if it did not.
+        cannot_serve: whether the disk kept this server from being active when it was to be; until it is, or another one is.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self.serving = 0
+        self.cannot_serve = False
 
     def _hosts(self) -> dict[int, BucketService]:
         return {host.bucket.identity.version: host for host in self._catalog.hosts}
@@ -331,6 +334,14 @@ class Inventory:
                     hint="make room, or take over to another one; 'upr-admin topology' shows who is in step",
                 )
         return None
+
+    def serves(self, epoch: int) -> None:
+        """Note that this server is active."""
+        self.serving, self.cannot_serve = epoch, False
+
+    def serves_not(self, error: BaseException) -> None:
+        """Note why this server did not become active."""
+        self.cannot_serve |= isinstance(error, (StorageFailedError, *PASSING))
 
     def check_stores(self) -> None:
         """Raise StorageFailedError where ``failure`` says so: this server must not be the active one."""

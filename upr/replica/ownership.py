@@ -99,8 +99,7 @@ class Ownership:
         self.active = not catalog.replica
         self._is_stepping_down = False
         self.waiting = self._waits_for = ""
-        self.drained = False
-        self.joins = ("", "")
+        self.drained, self.joins = False, ("", "")
         self._claiming = asyncio.Lock()
         # Held while buckets change their role: a promise waits for an activation, and sees it.
         self._changing = asyncio.Lock()
@@ -154,8 +153,7 @@ class Ownership:
 
     def _servers(self) -> list[str]:
         """Return HOST:PORT of the servers of the set, for clients, as many as they keep; none of one that is alone."""
-        known = self.peers.addresses
-        first = filter(None, [self._catalog.owner, self._address()])
+        known, first = self.peers.addresses, filter(None, [self._catalog.owner, self._address()])
         return list(dict.fromkeys((*first, *known.values())))[:SERVERS_MAX] if known else []
 
     def _is_newest(self) -> bool:
@@ -745,14 +743,15 @@ class Ownership:
         async with self._changing:
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
+                self.inventory.serves_not(error)
                 await self.step_down(fenced=True)
                 raise
 
     async def _begin_to_serve(self, *, resumed: bool = False) -> None:
         """Be active: the buckets are. A higher epoch that was met while they became so ends it at once."""
         self.active, self._catalog.replica = True, False
-        self.inventory.serving = self.standing.row.epoch
+        self.inventory.serves(self.standing.row.epoch)
         self._wait_for(None)
         self._catalog.listed = None
         if self.fencing is not None:
@@ -833,7 +832,6 @@ class Ownership:
         elif self._is_left_alone(promised) and not self._paused:
             if not self.waiting:
                 log.warning("the change of owner was given up: this server takes it back")
-            self._took_back_at = asyncio.get_running_loop().time()
             await self._take_back()
 
     async def _resume(self) -> None:
@@ -864,10 +862,12 @@ class Ownership:
                 "the partitions here are a replica's, and nobody knows whether something is missing",
                 hint="start it with --replicate-from, as before; or 'upr-admin promote --force' makes it active as it is",
             )
-        await self._take_back()
+        if not (self.inventory.cannot_serve and self._has_just_tried):
+            await self._take_back()
 
     async def _take_back(self) -> None:
         """Be active again, but in a cluster not in the place of another server that became active meanwhile."""
+        self._took_back_at = asyncio.get_running_loop().time()
         seen = None if self.fencing is None else await self.fencing.basis(force=False)
         if seen is not None and seen.serving and seen.owner != self.standing.directory:
             raise claimed_too()
