@@ -23,7 +23,9 @@ from upr.replica.ownership import Ownership
 from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
+from upr.service.buckets.disk_threads import Disk
 from upr.service.replica_tables import TableFeed
+from upr.storage.journal import Commit
 from upr_client import AsyncClient, UprError
 from upr_protocol.errors import NoRoomError, UnavailableError
 from upr_protocol.ownership import Standing, first_row
@@ -208,6 +210,33 @@ def test_who_claims_in_vain_lets_others_claim(
         assert standing(other).candidate == standing(one).directory
         world.until(lambda: other.active, 40, "active")
     first.start()
+    world.settle()
+    world.check()
+
+
+def test_a_takeover_waits_for_an_owner_whose_disk_is_slow(
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than its grants hold: without its word what it has in memory only would be undone."""
+    first, second, _ = world.servers
+    append = Disk.append
+
+    async def slow(disk: Disk, commit: Commit) -> int:
+        if running().host == first.host:
+            await asyncio.sleep(5.0)
+        return await append(disk, commit)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "append", slow)
+        world.pass_time(6.0)
+        world.order(second, takeover=True)
+        world.until(lambda: not world.people.operating, 40, "answered")
+    assert world.outcome == ""
+    assert second.active
+    assert second.bucket is not None
+    # Nothing was missing, so there is no record.
+    logs = second.bucket.bucket.partitions.logs
+    assert {len(logs[p].to_pairs()) for p in USED} == {1}
     world.settle()
     world.check()
 

@@ -286,15 +286,16 @@ class Fencing:
             raise old_map(row, known)
         return row
 
-    async def ask_previous(self, claim: Claim) -> dict[str, Answer]:
-        """Ask who served last for its promise, no longer than a grant to it holds here."""
+    async def ask_previous(self, claim: Claim, *, takeover: bool) -> dict[str, Answer]:
+        """Ask who served last for its promise, no longer than a grant to it holds here; a takeover needs it in any case."""
         last = "" if claim.row.previous is None else claim.row.previous.directory
         if last in ("", claim.row.owner):
             return {}
         left = self.grants.left(boot_seconds())
         asking = asyncio.create_task(self._peers.ask_promises(claim.row, [last]))
         try:
-            await asyncio.wait({asking}, timeout=max(left, PREVIOUS_SECONDS))
+            longest = None if takeover else max(left, PREVIOUS_SECONDS)
+            await asyncio.wait({asking}, timeout=longest)
         finally:
             asking.cancel()
         if not asking.done():

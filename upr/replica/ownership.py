@@ -95,9 +95,8 @@ class Ownership:
         catalog.servers = self._servers
         catalog.is_newest = self._is_newest
         catalog.check_only = self.peers.check_only
-        self._fences = 0
+        self._fences, self._is_stepping_down = 0, False
         self.active = not catalog.replica
-        self._is_stepping_down = False
         self.waiting = self._waits_for = ""
         self.drained, self.joins = False, ("", "")
         self._claiming = asyncio.Lock()
@@ -108,8 +107,7 @@ class Ownership:
         self._replication: Replication | None = None
         # Whom it follows, and whether anonymously.
         self._followed: tuple[tuple[str, ...], bool] = ((), False)
-        self._took_back_at = -RESUME_SECONDS
-        self._paused = False
+        self._took_back_at, self._paused = -RESUME_SECONDS, False
         self.counted_replicas = CountedReplicas(catalog, self.peers, self.fencing, self.store)
         if self.active:
             self.inventory.serving = self.standing.row.epoch
@@ -530,7 +528,9 @@ class Ownership:
             if self.fencing is not None and not await self.fencing.rows.swap(basis, row):
                 continue
             seen = seen and row
-            answers = {} if self.fencing is None else await self.fencing.ask_previous(claim)
+            answers = dict[str, Answer]()
+            if self.fencing is not None:
+                answers = await self.fencing.ask_previous(claim, takeover=takeover)
             released = is_released(row, answers)
             own = await self.promise(row.epoch, me, row, force=force, released=released)
             failpoints.hit("promote.after_claim")
