@@ -27,7 +27,7 @@ from upr.service.buckets.disk_threads import Disk
 from upr.service.replica_tables import TableFeed
 from upr.storage.journal import Commit
 from upr_client import AsyncClient, UprError
-from upr_protocol.errors import NoRoomError, UnavailableError
+from upr_protocol.errors import DataDamagedError, NoRoomError, UnavailableError
 from upr_protocol.ownership import Standing, first_row
 from upr_protocol.wire.v1.change_stream_service_pb2 import Tables
 
@@ -241,8 +241,11 @@ def test_a_takeover_waits_for_an_owner_whose_disk_is_slow(
     world.check()
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), DataDamagedError("a block is damaged")]
+)
 def test_who_serves_by_the_map_and_cannot_lets_others_claim(
-    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """It would claim again at once, and each claim says for a moment that it serves."""
     first, second, third = world.servers
@@ -252,7 +255,7 @@ def test_who_serves_by_the_map_and_cannot_lets_others_claim(
     async def fails(host: BucketService, *how: Any) -> None:
         if running().host == one.host:
             tried.append(world.elapsed)
-            raise OSError(errno.ENOSPC, "full")
+            raise error
         await activate(host, *how)
 
     with monkeypatch.context() as patched:

@@ -12,12 +12,12 @@ from upr.replica.peers import Answer, Met
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.upstream_state import UpstreamState
-from upr.service.storage_trouble import PASSING
 from upr_protocol.block import U64
 from upr_protocol.errors import (
     DataDamagedError,
     NoRoomError,
     StorageFailedError,
+    UnavailableError,
     UprError,
     shown,
 )
@@ -150,7 +150,7 @@ class Inventory:
 
     Attributes:
         serving: the epoch in which this process served last; 0 if it did not.
-        cannot_serve: whether the disk kept this server from being active when it was to be; until it is, or another one is.
+        cannot_serve: whether something here, as its disk, kept this server from being active when it was to be; until it, or another one, is.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -340,8 +340,9 @@ class Inventory:
         self.serving, self.cannot_serve = epoch, False
 
     def serves_not(self, error: BaseException) -> None:
-        """Note why this server did not become active."""
-        self.cannot_serve |= isinstance(error, (StorageFailedError, *PASSING))
+        """Note why this server did not become active; a higher epoch is another one's, and a cancellation says nothing."""
+        is_own = isinstance(error, Exception) and not isinstance(error, UnavailableError)
+        self.cannot_serve |= is_own
 
     def check_stores(self) -> None:
         """Raise StorageFailedError where ``failure`` says so: this server must not be the active one."""
