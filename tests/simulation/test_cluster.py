@@ -539,17 +539,19 @@ def test_no_order_claims_the_map_of_another_set(world: ClusterWorld) -> None:
 def test_an_owner_that_is_given_the_cluster_of_another_set_takes_nothing_there(
     world: ClusterWorld,
 ) -> None:
-    """Its own row is the newer one, as in an old copy of its map."""
+    """Its own row is the newer one, as in an old copy of its map. The others there must not tell clients of it."""
     first = world.servers[0]
+    directory = standing(first).directory
     first.kill()
     (data,) = world.etcd.values("/map")
     other = replace(Map.decode(data), replica_set="0" * 16, row=first_row("f" * 16))
     world.etcd.put_back(other.encode())
     first.start()
     world.until(lambda: "is the set of servers 0000000000000000" in first.waiting, 20, "told")
-    world.pass_time(5.0)
+    world.pass_time(6.0)
     assert world.etcd.values("/map") == [other.encode()]
     assert active(world) == []
+    assert world.etcd.values(directory) == []
 
 
 @pytest.mark.long

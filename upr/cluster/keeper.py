@@ -118,7 +118,10 @@ class Keeper:
         while True:
             try:
                 if not self._gave_up(ownership):
-                    found = await self._registry.read(key)
+                    found, known = await self.rows.found()
+                    if known is not None:
+                        # Those of that set would tell clients of this server.
+                        self.rows.check_set(known)
                     there = found.entries.get(key)
                     await ownership.peers.check_alone(decode_node(there.value) if there else "")
                     self._set_at = 0.0
