@@ -473,11 +473,9 @@ def side_by_side(
 
 def joined_runs(tables: Sequence[Runs]) -> Runs:
     """Return run tables end to end, one or more; numpy is slow to concatenate records, and bytes are not."""
-    return (
-        tables[0]
-        if len(tables) == 1
-        else np.frombuffer(b"".join([table.data for table in tables]), RUN)
-    )
+    if len(tables) == 1:
+        return tables[0]
+    return np.frombuffer(b"".join([table.data for table in tables]), RUN)
 
 
 def select_runs(block: Block, keep: npt.NDArray[np.bool_]) -> Block:
