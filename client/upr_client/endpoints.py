@@ -122,17 +122,22 @@ def _read(path: Path, what: str) -> bytes:
         ) from None
 
 
-def _read_pem(path: Path | None, what: str, kind: bytes) -> bytes | None:
-    """Return the content of a PEM file; gRPC would take another for a server that cannot be reached, and try again."""
-    if path is None:
-        return None
-    content = _read(path, what)
+def check_pem(content: bytes, what: str, kind: bytes) -> bytes:
+    """Return the content of a PEM file; gRPC would take another for a server that cannot be reached, and try again.
+
+    Raises:
+        InvalidArgumentError: it has none of that kind; nothing of it is in the error.
+    """
     if kind + b"-----" not in content:
         raise InvalidArgumentError(
-            f"{what} in {path} is not in PEM; must have a line -----BEGIN {kind.decode()}-----",
+            f"{what} is not in PEM; must have a line -----BEGIN {kind.decode()}-----",
             hint="is it another file, or in DER? openssl converts it",
         )
     return content
+
+
+def _read_pem(path: Path | None, what: str, kind: bytes) -> bytes | None:
+    return None if path is None else check_pem(_read(path, what), f"{what} in {path}", kind)
 
 
 def token_from(path: Path) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from upr_client.endpoints import Login, endpoints_of, is_server_name
+from upr_client.endpoints import Login, check_pem, endpoints_of, is_server_name
 from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.limits import check_name, parse_duration, parse_size
 from upr_spark.errors import UprSparkError, bad_option
@@ -289,9 +289,9 @@ def read_connection(options: Mapping[str, str]) -> Connection:
         values["retryTimeout"],
         Login(
             values["tls"],
-            _bytes_of(values, "tls.ca"),
-            _bytes_of(values, "tls.cert"),
-            _bytes_of(values, "tls.key"),
+            _pem_of(values, "tls.ca", b"CERTIFICATE"),
+            _pem_of(values, "tls.cert", b"CERTIFICATE"),
+            _pem_of(values, "tls.key", b"PRIVATE KEY"),
             _token(values),
         ),
     )
@@ -316,6 +316,16 @@ def _bytes_of(values: Mapping[str, Any], name: str) -> bytes | None:
             f"the file cannot be read: {error.strerror}",
             "the file is read on the machine of the driver",
         ) from None
+
+
+def _pem_of(values: Mapping[str, Any], name: str, kind: bytes) -> bytes | None:
+    content = _bytes_of(values, name)
+    if content is None:
+        return None
+    try:
+        return check_pem(content, "the file", kind)
+    except InvalidArgumentError as error:
+        raise bad_option(name, values[name], error.message, error.hint) from None
 
 
 def _token(values: Mapping[str, Any]) -> str | None:

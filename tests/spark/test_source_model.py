@@ -599,6 +599,9 @@ def test_groups_are_of_about_the_same_weight() -> None:
         ({"token": "s3cret", "endpoint": "example.org:1"}, "token"),
         ({"tokenfile": "/nonexistent/file"}, "tokenFile"),
         ({"tls.ca": "/nonexistent/file"}, "tls.ca"),
+        # A file that is no PEM.
+        ({"tls": "true", "tls.ca": __file__}, "tls.ca"),
+        ({"tls": "true", "tls.cert": __file__, "tls.key": __file__}, "tls.cert"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, str], named: str) -> None:
