@@ -463,11 +463,16 @@ async def test_a_file_that_is_half_there_changes_no_link(
     whole = chain.read_bytes()
     channels = Channels(Links(chain, chain, key), 1.0)
     first = channels.to("127.0.0.1:1")
-    for half in (whole[:-9], whole[:99], whole.replace(b"A", b"B")):
-        chain.write_bytes(half)
+    for half in (whole[:-9], whole[:99], b"", None, whole.replace(b"A", b"B")):
+        if half is None:
+            chain.unlink()
+        else:
+            chain.write_bytes(half)
         assert channels.to("127.0.0.1:1") is first
-        with pytest.raises(UprError, match="cannot be used"):
+        with pytest.raises(UprError) as raised:
             channels.to("127.0.0.1:2")
+        # It passes by itself: nobody is to be warned of the server that is called.
+        assert (raised.value.reason, raised.value.retriable) == ("FILE_UNUSABLE", True)
     make_certificate(tmp_path)
     assert channels.to("127.0.0.1:1") is not first
     said = ["changed files cannot be used for links", "files can be used for links again"]

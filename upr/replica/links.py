@@ -11,7 +11,7 @@ import grpc
 
 from upr.service.access.files import read_tls, signature
 from upr_client.endpoints import Login, authorization, check_token
-from upr_protocol.errors import UprError
+from upr_protocol.errors import InvalidArgumentError, UprError
 from upr_protocol.wire.grpc import CLIENT_OPTIONS
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,13 @@ class Links:
 
     def _login(self) -> Login:
         cert, key, ca = self._files
-        login = Login.of(False, ca, cert, key, self.token)
+        try:
+            login = Login.of(False, ca, cert, key, self.token)
+        except InvalidArgumentError as error:
+            # One that is being exchanged is gone, or empty, for a moment.
+            raise UprError(
+                error.message, reason="FILE_UNUSABLE", hint=error.hint, retriable=True
+            ) from None
         try:
             is_whole = read_tls(cert, key, ca) == [login.cert, login.key, login.ca]
         except (OSError, ValueError):
