@@ -46,8 +46,9 @@ RUN_SPAN_MAX: Final = 2**32 - 1
 
 FRAME_BYTES: Final = 512 * 2**10
 """Most bytes of a frame out of the tail, unless a single block is larger."""
-READ_BYTES: Final = 2**20
-"""Most bytes of one read of the store, but for its last block; they go in one frame."""
+READ_BYTES: Final = 768 * 2**10
+"""Most bytes of one read of the store, but for its last block. They go in a frame of up to twice FRAME_BYTES: on a slow link
+the next heartbeat comes behind it, and must come in time."""
 FRAME_PLAIN_BYTES: Final = 4 * 2**20
 """Columns that the compressed blocks of a frame have when decompressed; more only when a single block has."""
 MESSAGE_BYTES_MAX: Final = 24 * 2**20

@@ -443,7 +443,7 @@ def test_streams_that_come_from_the_store_go_on_in_the_tail_together() -> None:
 
 def test_what_one_read_brings_goes_in_one_frame() -> None:
     # A read ends with the block that reaches READ_BYTES: the second one here.
-    b, blocks = stored_and_tail(4, READ_BYTES * 2 // 3)
+    b, blocks = stored_and_tail(4, READ_BYTES * 3 // 5)
     follower, _ = following(b, *range(4), window=1 << 26)
     assert frames_of(follower, blocks) == "sst"
 

@@ -713,7 +713,7 @@ class Follower:
         size = rows = 0
         touched: dict[int, None] = {}
         # A read ends with the block that reaches READ_BYTES: a frame of its own for that would cost as much as the others.
-        limit = min(2 * READ_BYTES, self.credit.window - self.credit.outstanding)
+        limit = min(2 * FRAME_BYTES, self.credit.window - self.credit.outstanding)
         while self._ready:
             partition, token, block = self._ready[0]
             fits = size + block.size <= limit if blocks else self.credit.may_send(block.size)
