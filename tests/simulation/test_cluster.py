@@ -307,9 +307,10 @@ def ordered(world: ClusterWorld, *, drops: bool = False) -> None:
 
 @pytest.mark.long
 def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
-    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever owns: what the last owner alone did is done by the next one before it serves."""
+    caplog.set_level(logging.INFO, "upr.cluster.keeper")
 
     def lost(owner: ServerProcess) -> ServerProcess:
         """Lose an owner, and return who follows it, in the moment in which it does."""
@@ -329,6 +330,7 @@ def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
         second = lost(first)
     assert buckets(second) == world.created
     # Not both claimed when the owner's key was gone.
+    assert [one.message for one in caplog.records].count("this server claims") == 1
     assert standing(second).row.epoch == epoch + 1
     world.pass_time(2.0)
     assert second.active
