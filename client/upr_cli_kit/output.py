@@ -155,14 +155,13 @@ def _invoked(invoke: Callable[[click.Context], Any], ctx: click.Context) -> Any:
         return result
     except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise
-    except BrokenPipeError:
+    except BrokenPipeError as error:
         # Whoever reads has seen enough: `upr-cat follow | head`.
-        _drop_output()
+        _drop_output(error)
         ctx.exit(exit_codes.OK)
     except Exception as error:
-        # What could not be written would be tried again at the interpreter's end.
-        if isinstance(error, OSError) and _drop_output() and error.filename is None:
-            error.filename = "stdout"
+        if isinstance(error, OSError):
+            _drop_output(error)
         if ctx.meta.get(_VERBOSE):
             traceback.print_exc()
         raise _as_click_error(error) from error
@@ -173,23 +172,24 @@ def _parsed(parse: Callable[[], click.Context]) -> click.Context:
     try:
         return parse()
     except OSError as error:
-        is_stdout = _drop_output()
+        _drop_output(error)
         if isinstance(error, BrokenPipeError):
             raise click.exceptions.Exit(exit_codes.OK) from None
-        if is_stdout and error.filename is None:
-            error.filename = "stdout"
         raise _as_click_error(error) from error
 
 
-def _drop_output() -> bool:
-    """Have what stdout holds back, and cannot write, go nowhere; return whether there was any."""
+def _drop_output(error: OSError) -> None:
+    """Have what stdout holds back, and cannot write, go nowhere: it would be tried again at the interpreter's end.
+
+    Then an error that names no file is one of stdout.
+    """
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        if error.filename is None:
+            error.filename = "stdout"
 
 
 def _left(run: Callable[..., Any], args: tuple[Any, ...], extra: dict[str, Any]) -> Any:

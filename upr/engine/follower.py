@@ -760,8 +760,7 @@ class Follower:
     def _is_done(self, partition: int) -> bool:
         """Return whether a stream is at a complete marker at or above its end."""
         seqno = self._seqno.item(partition)
-        done: bool = seqno >= self._until.item(partition) and self._horizon.item(partition) <= seqno
-        return done
+        return bool(seqno >= self._until.item(partition) and self._horizon.item(partition) <= seqno)
 
     def _reach_beyond(self, runs: Runs) -> None:
         """End the streams whose next run reaches beyond their exact end."""

@@ -105,23 +105,19 @@ class Lookup:
         """Return the hashes of the keys that are not found yet: of one partition, or of all."""
         if partition is None:
             return set(compress(self._hashes, self._open))
-        hashes, is_open = self._hashes, self._open
-        numbers = self._numbers_in.get(partition, ())
-        return {hashes[number] for number in numbers if is_open[number]}
+        return {self._hashes[number] for number in self._open_in(partition)}
 
     def fail(self, partitions: Iterable[int], why: UprError) -> None:
         """Fail the keys of partitions that are not found yet."""
         for partition in partitions:
-            for number in self._open_in(partition):
-                self._open[number] = 0
+            if self._close(partition):
                 self.problems[partition] = why
 
     def settle(self, partitions: npt.NDArray[np.bool_]) -> None:
         """End the search in partitions (bool, shape (1024,)): keys not found do not exist."""
         for partition in self.pending:
             if partitions[partition]:
-                for number in self._open_in(partition):
-                    self._open[number] = 0
+                self._close(partition)
 
     def search(self, block: Encoded) -> None:
         """Search all rows of a checked block of one partition, which is newer than those that are searched later."""
@@ -161,6 +157,13 @@ class Lookup:
     def _open_in(self, partition: int) -> list[int]:
         """Return the numbers of a partition's keys that are not found yet."""
         return [number for number in self._numbers_in.get(partition, ()) if self._open[number]]
+
+    def _close(self, partition: int) -> bool:
+        """Seek a partition's keys no more; return whether there were any."""
+        numbers = self._open_in(partition)
+        for number in numbers:
+            self._open[number] = 0
+        return bool(numbers)
 
     @cached_property
     def _numbers_in(self) -> dict[int, list[int]]:
