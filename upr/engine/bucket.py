@@ -16,7 +16,7 @@ from upr.engine.partitions import ACTIVE, DEAD, PENDING, REPLICA, Copies, Durabl
 from upr.engine.producers import Known, NewestNumbers, Producer, ProducerCall, producer_bytes
 from upr.engine.streams import HISTORY_CHANGED, NOT_ACTIVE
 from upr.engine.tail import Tail, TailEntry
-from upr.storage.blocks import Compress, Encoded, put_ends
+from upr.storage.blocks import Compress, Encoded, check_stored, put_ends
 from upr.storage.compact import Chunk, FlushSlice, Merged, chunks_of, merge_slice, plan_slices
 from upr.storage.journal import Commit, JournalEntry, NumberedWrite
 from upr.storage.keyspace import ProducerNumbers, ProducerRow
@@ -33,7 +33,6 @@ from upr_protocol.errors import (
 )
 from upr_protocol.failover import FailoverLog
 from upr_protocol.limits import PARTITIONS, PRODUCER_MEMORY_BYTES, SEQNO_MAX
-from upr_protocol.wire.codec import check_encoded
 from upr_protocol.write_places import FIRST_PLACE_NUMBER
 
 
@@ -59,7 +58,7 @@ class FlushPlan:
     def prepare(self) -> list[FlushSlice]:
         """Return the slices to merge, in order; CorruptBlockError if an entry's bytes changed since they came in."""
         for entry in self.entries:
-            check_encoded(entry.data)
+            check_stored(entry.data)
         self._chunks = list(chunks_of([Encoded(entry.runs, entry.data) for entry in self.entries]))
         self._producers = NewestNumbers(self.entries, self.logs)
         return plan_slices(self._chunks)
