@@ -13,11 +13,11 @@ from tests.harness import until
 from tests.replica.members import Start, never, write
 from upr.cli import admin as commands
 from upr.cli.admin_commands import topology
-from upr.replica.set_status import COPIES, COUNTED, PATIENCE_SECONDS, SetStatus
+from upr.replica.set_status import COPIES, COUNTED, PATIENCE_SECONDS, UNFIT, SetStatus
 from upr.replica.upstream_stream import UpstreamStream
 from upr.service.admin import replicas_of
 from upr_client.admin import Promotion
-from upr_protocol.errors import TooFewReplicasError, UprError
+from upr_protocol.errors import NoRoomError, TooFewReplicasError, UprError
 from upr_protocol.ownership import Row, Standing
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
@@ -43,7 +43,7 @@ class Part:
             claiming=False,
             unfollowed=None,
             fencing=fencing,
-            inventory=SimpleNamespace(upstream_states={}),
+            inventory=SimpleNamespace(upstream_states={}, unfit=None),
         )
         self.ownership = ownership
         self.knows(A, A)
@@ -83,6 +83,29 @@ def test_what_lasts_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixt
     part.ownership.active = False
     assert part.look(92.0) == [("set trouble is over", COUNTED)]
     assert part.look(99.0) == []
+    assert part.wrong == set()
+
+
+def test_a_replica_that_follows_and_could_not_serve_says_why_it_is_not_in_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    part = Part(caplog)
+    part.short = None
+    part.ownership.inventory.unfit = NoRoomError("the disk of this server has no room for writes")
+    # The owner goes on, and a server that knows of none is in no set yet.
+    for owner in (A, ""):
+        part.knows(owner, B)
+        part.ownership.active = owner == A
+        assert part.look(0.0) == part.look(PATIENCE_SECONDS) == []
+    part.knows(B, A)
+    assert part.look(20.0) == []
+    assert part.look(20.0 + PATIENCE_SECONDS) == [("set trouble", UNFIT)]
+    assert str(part.set_status.troubles[UNFIT]) == (
+        "this replica is not in step, because it could not be the active server: the disk of this server has no"
+        " room for writes (free some space, or see to the dead partition)"
+    )
+    part.ownership.inventory.unfit = None
+    assert part.look(40.0) == [("set trouble is over", UNFIT)]
     assert part.wrong == set()
 
 

@@ -26,6 +26,7 @@ BUCKETS: Final = "buckets"
 COUNTED: Final = "counted"
 COPIES: Final = "copies"
 UPSTREAM: Final = "upstream"
+UNFIT: Final = "unfit"
 
 
 class Cluster(Protocol):
@@ -94,7 +95,12 @@ class SetStatus:
             # The first one that is heard of is no change.
             self._changes += bool(self._owner)
             self._owner, self._since = owner, now
-        for what, error in ((COUNTED, self._nobody_counted()), (COPIES, self._too_few())):
+        seen = {
+            COUNTED: self._nobody_counted(),
+            COPIES: self._too_few(),
+            UNFIT: self._not_fit(),
+        }
+        for what, error in seen.items():
             began = self._began.setdefault(what, now)
             if error is None:
                 del self._began[what]
@@ -125,6 +131,19 @@ class SetStatus:
         found = (host.bucket.copies.shortage(self._min_copies) for host in self._catalog.hosts)
         return next(filter(None, found), None)
 
+    def _not_fit(self) -> UprError | None:
+        """Return why the others have this replica as not in step although it follows: they ask whether it could serve."""
+        standing = self._ownership.standing
+        if self._ownership.active or standing.row.owner in ("", standing.directory):
+            return None
+        unfit = self._ownership.inventory.unfit
+        return unfit and UprError(
+            f"this replica is not in step, because it could not be the active server: {unfit.message}",
+            reason=unfit.reason,
+            hint="free some space, or see to the dead partition",
+            retriable=True,
+        )
+
     @property
     def waiting(self) -> str:
         """Why the server takes no part in its cluster, or does not serve, in words; empty while it does."""
@@ -137,7 +156,9 @@ class SetStatus:
     def troubles(self) -> Mapping[str, UprError | None]:
         """What is wrong, by kind; None where nothing is."""
         fencing, cluster = self._ownership.fencing, self._cluster
-        found = dict[str, UprError | None].fromkeys((ETCD, BUCKETS, GRANTS, COUNTED, COPIES))
+        found = dict[str, UprError | None].fromkeys(
+            (ETCD, BUCKETS, GRANTS, COUNTED, COPIES, UNFIT)
+        )
         found[UPSTREAM] = self._ownership.unfollowed
         if cluster is not None and (error := cluster.trouble) is not None:
             found[ETCD] = UprError(
