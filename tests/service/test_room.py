@@ -19,6 +19,7 @@ from upr.engine.tail import Tail
 from upr.service.buckets import room as room_module
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.room import WaitingRoom
+from upr.service.storage_trouble import Failing, Troubles
 from upr_protocol.block import Block, build_block
 from upr_protocol.errors import StorageFailedError, TooManyError
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -234,3 +235,19 @@ async def test_who_finds_no_room_waits_for_the_tail_to_be_stored(
             assert not (await writer.write([(b"a", b"v" * 300_000)])).HasField("refused")
         status = await client.admin.GetStatus(admin.GetStatusRequest(), timeout=30)
         assert status.buckets[0].tail_limit_bytes < 500_000
+
+
+def test_of_several_troubles_the_gravest_is_the_problem() -> None:
+    troubles = Troubles("b", lambda: None)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    seen = []
+    # As a disk fills: what hurts nobody needs most room, and begins first.
+    for what in (Failing.MERGE, Failing.PURGE, Failing.POSITIONS, Failing.ROOM, Failing.FLUSH):
+        troubles.begins(what, full)
+        problem = troubles.problem()
+        assert problem is not None
+        seen.append(problem.message.partition(",")[0])
+    assert seen == [Failing.MERGE, Failing.MERGE, Failing.POSITIONS, Failing.ROOM, Failing.ROOM]
+    for what in (Failing.ROOM, Failing.FLUSH, Failing.POSITIONS, Failing.MERGE, Failing.PURGE):
+        troubles.ends(what)
+    assert troubles.problem() is None

@@ -156,9 +156,7 @@ class SetStatus:
     def troubles(self) -> Mapping[str, UprError | None]:
         """What is wrong, by kind; None where nothing is."""
         fencing, cluster = self._ownership.fencing, self._cluster
-        found = dict[str, UprError | None].fromkeys(
-            (ETCD, BUCKETS, GRANTS, COUNTED, COPIES, UNFIT)
-        )
+        found = dict[str, UprError | None].fromkeys((ETCD, BUCKETS, GRANTS, COUNTED, COPIES, UNFIT))
         found[UPSTREAM] = self._ownership.unfollowed
         if cluster is not None and (error := cluster.trouble) is not None:
             found[ETCD] = UprError(

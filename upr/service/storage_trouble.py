@@ -38,6 +38,8 @@ PASSING: Final = (OSError, lmdb.Error, MemoryError)
 """Errors with which nothing was stored, and which may pass: what failed is tried again, or refused."""
 _UNSEEN: Final = frozenset({Failing.SEGMENTS, Failing.MERGE, Failing.PURGE, Failing.PRODUCERS})
 """Operations that no call fails for, or waits for."""
+_OF_WRITES: Final = frozenset({Failing.JOURNAL, Failing.PROOF, Failing.FLUSH, Failing.ROOM})
+"""Operations that writes fail for, or wait for."""
 
 
 _FULL: Final = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
@@ -137,9 +139,15 @@ class Troubles:
         return self._now[what].problem()
 
     def problem(self) -> UprError | None:
-        """Return the problem that lasts longest; None without one."""
-        oldest = next(iter(self._now.values()), None)
-        return None if oldest is None else oldest.problem()
+        """Return the gravest problem, of equal ones the one that lasts longest; None without one.
+
+        Compaction needs more room than writes, so that as a disk fills what hurts nobody begins first.
+        """
+        found = self._now.values()
+        gravest = min(
+            found, key=lambda t: (t.what not in _OF_WRITES, t.what in _UNSEEN), default=None
+        )
+        return None if gravest is None else gravest.problem()
 
     @property
     def only_unseen(self) -> bool:
