@@ -412,7 +412,7 @@ class Conversation:
         decided = self.follower.start(requests)
         for answer in decided:
             if isinstance(answer, RolledBack):
-                tell_alarm(answer)
+                tell_alarm(self._bucket.identity.name, answer)
         response = wire.FollowResponse(start_answers=wire.StartAnswers(started=told))
         for answer in decided:
             _fill_answer(response.start_answers.answers.add(partition=answer.partition), answer)
@@ -450,7 +450,11 @@ class Conversation:
             self._told_unkept = True
             log.warning(
                 "the Acks of a consumer are not kept: too many are registered",
-                extra={"consumer": self.follower.options.consumer, "limit": CONSUMERS_MAX},
+                extra={
+                    "bucket": self._bucket.identity.name,
+                    "consumer": self.follower.options.consumer,
+                    "limit": CONSUMERS_MAX,
+                },
             )
 
     # Messages of the server
@@ -521,12 +525,12 @@ class Conversation:
         return Outgoing(iter(message) if plain else message, frame)
 
 
-def tell_alarm(answer: RolledBack) -> None:
+def tell_alarm(bucket: str, answer: RolledBack) -> None:
     """Log that a client has rows that this server never sent: an old copy of the data may have been restored."""
     if answer.answer.alarm:
         log.error(
             "a consumer is ahead of this server",
-            extra={"partition": answer.partition, "words": answer.answer.words},
+            extra={"bucket": bucket, "partition": answer.partition, "words": answer.answer.words},
         )
 
 

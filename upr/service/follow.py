@@ -195,7 +195,7 @@ class FollowCall:
                 async with asyncio.timeout(HALF_CLOSE_SECONDS):
                     await asyncio.shield(reader)
         except TimeoutError:
-            log.info("a consumer did not half-close", extra={"peer": self._context.peer()})
+            log.info("a consumer did not half-close", extra=self._who)
         finally:
             tasks = [sender, *self._reads]
             if self._arriving.stop(reader):
@@ -223,7 +223,11 @@ class FollowCall:
 
     @property
     def _who(self) -> dict[str, str]:
-        return {"peer": self._context.peer(), "consumer": self.follower.options.consumer}
+        return {
+            "peer": self._context.peer(),
+            "bucket": self._host.bucket.identity.name,
+            "consumer": self.follower.options.consumer,
+        }
 
     async def _watch(self, sender: asyncio.Task[None]) -> None:
         """Wait for the sender; end the call when the client is silent, or accepts no data.

@@ -304,7 +304,8 @@ class Compactor:
             # Once: clients restart its streams again and again.
             if partition not in known:
                 known[partition] = error
-                log.error("a partition is damaged", extra={"error": error.message})
+                told = {"bucket": self._bucket.identity.name, "error": error.message}
+                log.error("a partition is damaged", extra=told)
 
     # Choosing
 
@@ -556,7 +557,12 @@ class Compactor:
         except RangeTooLargeError:
             log.warning(
                 "a range has too many keys to be merged",
-                extra={"partition": one.partition, "rows": one.rows, "bytes": one.size},
+                extra={
+                    "bucket": self._bucket.identity.name,
+                    "partition": one.partition,
+                    "rows": one.rows,
+                    "bytes": one.size,
+                },
             )
             self._settle(one)
         except (DataDamagedError, CorruptBlockError) as error:
@@ -759,7 +765,8 @@ class Compactor:
                     self._disk.troubles.begins(Failing.PURGE, error)
                     failed = True
                 except UprError as error:
-                    log.error("purging failed", extra={"partition": partition, "error": str(error)})
+                    told = {"bucket": self._bucket.identity.name, "partition": partition}
+                    log.error("purging failed", extra={**told, "error": str(error)})
                 await self.rest(min(time.monotonic() - started, REST_SECONDS_MAX))
             if not failed:
                 self._disk.troubles.ends(Failing.PURGE)

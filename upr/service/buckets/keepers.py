@@ -200,7 +200,8 @@ class CutKeeper:
     def _expire(self) -> None:
         ended = self._cuts.ended(self._now())
         for cut in ended:
-            log.info("the lease of a cut has ended", extra={"cut": cut.name})
+            told = {"bucket": self._bucket.identity.name, "cut": cut.name}
+            log.info("the lease of a cut has ended", extra=told)
             self._cuts.forget(cut)
         if ended:
             # If this fails, the row stays, and expires at the next start as well.
@@ -487,7 +488,8 @@ class ProducerKeeper:
             if more:
                 await pause(self._stopping, _PAUSE_SECONDS)
         if count:
-            log.info("producers forgotten", extra={"count": count})
+            told = {"bucket": self._bucket.identity.name, "count": count}
+            log.info("producers forgotten", extra=told)
         return count
 
 

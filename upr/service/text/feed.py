@@ -125,7 +125,7 @@ class Feed:
         if isinstance(answer, Refused):
             return error_line(answer.error, self._name, partition)
         if isinstance(answer, RolledBack):
-            tell_alarm(answer)
+            tell_alarm(self._host.bucket.identity.name, answer)
             seqno = answer.answer.rollback_seqno or 0
             error = UprError(
                 answer.answer.words,
