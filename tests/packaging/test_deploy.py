@@ -107,6 +107,18 @@ def test_the_rules_have_their_form() -> None:
             assert rule["expr"].count(opening) == rule["expr"].count(closing), rule["expr"]
 
 
+def test_what_a_rule_tells_of_its_value_can_be_read() -> None:
+    """As it stands Prometheus writes 9.31594239e+08, and 4.002397394136808."""
+    assert len(re.findall(r"\$value\b", ALERTS)) > 5
+    assert re.findall(r"\$value(?! \| humanize)", ALERTS) == []
+
+
+def test_a_consumer_that_is_behind_is_one_alarm_of_a_set() -> None:
+    """Replicas have the positions of consumers too, and would tell it once more each."""
+    (rule,) = [rule["expr"] for rule in RULES if "upr_consumer_lag_rows" in rule["expr"]]
+    assert rule.endswith(' and on (instance) upr_active{job="upr"} == 1')
+
+
 def test_every_alarm_is_in_the_manual() -> None:
     headings = re.findall(r"^## (.+)$", MANUAL, re.MULTILINE)
     seeing = MANUAL.partition("## Seeing")[2].partition("\n## ")[0]
