@@ -4,7 +4,9 @@ import ast
 import json
 import logging
 import shlex
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,17 @@ def test_a_long_value_is_cut() -> None:
     record = logging.makeLogRecord({"msg": "event", "name_of": "x" * 10**6})
     assert len(TextFormatter().format(record)) < VALUE_CHARACTERS + 200
     assert len(JsonFormatter().format(record)) < VALUE_CHARACTERS + 200
+
+
+def test_the_time_of_a_json_line_is_an_instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = logging.makeLogRecord({"msg": "event"})
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Kolkata")
+        time.tzset()
+        told = json.loads(JsonFormatter().format(record))["time"]
+    time.tzset()
+    assert told.endswith("+05:30")
+    assert abs(datetime.fromisoformat(told).timestamp() - record.created) < 0.001
 
 
 def test_no_line_of_a_trace_looks_like_a_line_of_the_log() -> None:
