@@ -45,6 +45,23 @@ def test_connections_leave_what_the_store_needs(monkeypatch: pytest.MonkeyPatch)
         process.connections_max(1)
 
 
+@pytest.mark.parametrize("others", [0, 160, 168, 170, 176])
+def test_the_limit_that_is_asked_for_is_enough(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 20)
+    limit_to(monkeypatch, 100)
+    with pytest.raises(ListenError, match="must be at least") as refused:
+        process.connections_max(1, others + 60)
+    least = int(str(refused.value).partition("at least ")[2].partition(" ")[0])
+    for files in range(least, least + 200):
+        limit_to(monkeypatch, files)
+        assert process.connections_max(1, others + 60) >= process.CONNECTIONS_MIN
+    limit_to(monkeypatch, least - 1)
+    with pytest.raises(ListenError, match=f"is {least - 1}; must be at least {least} "):
+        process.connections_max(1, others + 60)
+
+
 @pytest.fixture
 def few_files(tmp_path: Path) -> RunningServer:
     """A server that may open FILES files; not started."""

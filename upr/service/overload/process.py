@@ -33,6 +33,8 @@ BUCKET_DESCRIPTORS: Final = 8
 SPARE_DESCRIPTORS: Final = 16
 """Descriptors for short use: a refused connection, a file of /proc, the ready file."""
 CONNECTIONS_MIN: Final = 8
+_OF_A_BUCKET: Final = 4 * BUCKET_DESCRIPTORS
+"""With so many more descriptors there may be one bucket more."""
 _OPEN = Path("/proc/self/fd")
 
 
@@ -52,9 +54,10 @@ def descriptor_limit() -> int:
     return 2**31 if soft == resource.RLIM_INFINITY else soft
 
 
-def buckets_max() -> int:
+def buckets_max(limit: int | None = None) -> int:
     """Return how many buckets there may be: they take at most a quarter of the descriptors."""
-    return max(min(BUCKETS_MAX, descriptor_limit() // 4 // BUCKET_DESCRIPTORS), 1)
+    limit = descriptor_limit() if limit is None else limit
+    return max(min(BUCKETS_MAX, limit // _OF_A_BUCKET), 1)
 
 
 def connections_max(buckets: int, others: int = 0) -> int:
@@ -67,14 +70,21 @@ def connections_max(buckets: int, others: int = 0) -> int:
         now = len(os.listdir(_OPEN))
     except OSError:
         now = SPARE_DESCRIPTORS + buckets * BUCKET_DESCRIPTORS
-    kept = max(buckets, buckets_max()) * BUCKET_DESCRIPTORS + SPARE_DESCRIPTORS + others
-    left = descriptor_limit() - now - kept
-    if left < CONNECTIONS_MIN:
+
+    def left_of(limit: int) -> int:
+        kept = max(buckets, buckets_max(limit)) * BUCKET_DESCRIPTORS + SPARE_DESCRIPTORS + others
+        return limit - now - kept
+
+    limit = least = descriptor_limit()
+    if left_of(limit) < CONNECTIONS_MIN:
+        # A larger limit is one for more buckets too, so that what is left falls back now and then.
+        while min(map(left_of, range(least, least + _OF_A_BUCKET + 1))) < CONNECTIONS_MIN:
+            least += 1
         raise ListenError(
-            f"the limit of open files is {descriptor_limit()}; must be at least {descriptor_limit() + CONNECTIONS_MIN - left}",
+            f"the limit of open files is {limit}; must be at least {least}",
             hint="raise it with 'ulimit -n', or LimitNOFILE of systemd",
         )
-    return min(left, CONNECTIONS_MAX)
+    return min(left_of(limit), CONNECTIONS_MAX)
 
 
 _STATM = "/proc/self/statm"
