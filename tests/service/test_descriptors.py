@@ -22,6 +22,7 @@ from upr_protocol.wire.v1 import key_value_service_pb2 as kv
 FILES = 128
 SILENT = 300
 SEGMENT_BYTES = 16 * 2**20
+FULL = "there are too many connections: new ones are closed"
 
 
 def limit_to(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
@@ -100,13 +101,22 @@ async def test_silent_sockets_stop_neither_a_writer_nor_the_flush(
             async with asyncio.timeout(30):
                 while not (await client.admin.GetStorage(_storage())).flushed_bytes:
                     pass
+                while not (problems := (await client.admin.GetStatus(_status())).problems):
+                    await asyncio.sleep(0.1)
+            (problem,) = problems
+            assert problem.message.startswith("connections are ")
+            assert "; must be below " in problem.message
+            assert server.log_text().count(FULL) == 1
             for one in silent:
                 one.close()
             # The server refuses connections until it has seen that some of the silent ones are closed.
             async with RawClient(server.target) as later, asyncio.timeout(30):
                 request = kv.GetRequest(bucket="default", keys=[b"before"])
                 answer = await later.kv.Get(request, timeout=30, wait_for_ready=True)
+                while (await later.admin.GetStatus(_status())).problems:
+                    await asyncio.sleep(0.1)
             assert answer.answers[0].value == b"1"
+            assert server.log_text().count("connections have room again") == 1
             await writer.close()
         assert server.terminate() == 0
         assert "error" not in server.log_text()
@@ -177,6 +187,10 @@ print(sorted(later))
 
 def _hello() -> changes.HelloRequest:
     return changes.HelloRequest(bucket="default", partitions=[changes.HelloPartition(partition=0)])
+
+
+def _status() -> admin.GetStatusRequest:
+    return admin.GetStatusRequest()
 
 
 def _storage() -> admin.GetStorageRequest:

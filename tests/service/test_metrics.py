@@ -19,7 +19,7 @@ from upr.service.overload.callers import Turns
 from upr.service.sight.counts import OTHER, REASONS_MAX, count_reason
 from upr.service.sight.metrics import STATES, Metrics
 from upr_client import AsyncClient
-from upr_protocol.limits import METRICS_CONSUMERS
+from upr_protocol.limits import CONNECTIONS_MAX, METRICS_CONSUMERS
 
 HTTP = ("--http", "127.0.0.1:0")
 Numbers = dict[tuple[str, str], float]
@@ -83,6 +83,7 @@ async def test_what_was_written_and_read_is_counted(server_process: StartServer)
     assert 0 < busy["upr_tail_bytes", ""] < 20_000
     assert busy["upr_loop_delay_seconds_count", ""] > 0
     assert busy["process_open_fds", ""] > 10
+    assert 0 <= busy["upr_connections", ""] < busy["upr_connections_max", ""] <= CONNECTIONS_MAX
     assert busy["upr_metrics_cpu_seconds_total", ""] > 0
     left = await poll(sent, lambda found: found["upr_followers", ""] == 0)
     assert left["upr_follow_ends_total", "CLIENT_LEFT"] == 1

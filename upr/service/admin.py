@@ -25,7 +25,7 @@ from upr.service.clock import Clock
 from upr.service.conversation import chosen_partitions
 from upr.service.follow import beginnings
 from upr.service.overload.intake import Context
-from upr.service.overload.process import BOUNDS_MS, LoopDelays, memory_bytes
+from upr.service.overload.process import BOUNDS_MS, Connections, LoopDelays, memory_bytes
 from upr.service.storage_trouble import words_of
 from upr.storage import directory, journal
 from upr.storage.blocks import stretches
@@ -38,7 +38,13 @@ from upr_protocol.errors import (
     UprError,
     shown,
 )
-from upr_protocol.limits import PARTITIONS, PURGE_HOLDERS_MAX, QUOTA_BYTES_MAX, check_name
+from upr_protocol.limits import (
+    CONNECTIONS_MAX,
+    PARTITIONS,
+    PURGE_HOLDERS_MAX,
+    QUOTA_BYTES_MAX,
+    check_name,
+)
 from upr_protocol.position import Position
 from upr_protocol.position_table import PositionTable
 from upr_protocol.wire.codec import positions_to_messages, problem_of
@@ -197,6 +203,7 @@ class Process:
         ends: returns when the first certificate in such a file ends, in seconds since the epoch.
         part: returns its part in its set of servers; None for a server that is always alone.
         troubles: returns what is wrong with that, by kind; None where nothing is.
+        connections: those to its gRPC port.
         began: monotonic seconds.
     """
 
@@ -210,11 +217,12 @@ class Process:
     ends: Callable[[], Mapping[str, float]] = dict
     part: Callable[[], SetPart | None] = lambda: None
     troubles: Callable[[], Mapping[str, UprError | None]] = dict
+    connections: Connections = field(default_factory=lambda: Connections(CONNECTIONS_MAX))
     began: float = field(default_factory=time.monotonic)
 
     def problems(self) -> list[UprError]:
         """Return what is wrong with the server beside its buckets."""
-        found = (*self.files().values(), *self.troubles().values())
+        found = (*self.files().values(), *self.troubles().values(), self.connections.problem)
         return [one for one in found if one is not None]
 
 

@@ -244,6 +244,7 @@ class Server:
         )
         self._writes = KeyValueMethods(self._catalog, self._intake, self._delays, callers)
         self._tasks: list[asyncio.Task[None]] = []
+        self._connections = resources.Connections(self._room())
         self._process = process = Process(
             server_id,
             lambda: self._changes.open_calls,
@@ -255,6 +256,7 @@ class Server:
             lambda: {file: end for one in self._expiring for file, end in one.ends.items()},
             lambda: None if self._sets is None else self._sets.part,
             lambda: {} if self._sets is None else self._sets.troubles,
+            self._connections,
         )
         self._admin = AdminMethods(self._catalog, process)
         self._sets = replicate and replicate(
@@ -270,7 +272,10 @@ class Server:
         self._health = Health(_SERVICES, _SERVICES[2:])
         self._grpc = grpc.aio.server(
             interceptors=[Gate(self._intake, callers, _REQUEST_LIMITS, self._access)],
-            options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._room())],
+            options=[
+                *SERVER_OPTIONS,
+                ("grpc.max_allowed_incoming_connections", self._connections.limit),
+            ],
         )
         self.address = ""
 
@@ -377,6 +382,7 @@ class Server:
         works = (
             self._delays.run,
             self._intake.watch,
+            partial(self._connections.watch, port),
             partial(resources.collect_garbage, self._catalog.dropped),
             self._tell_suppressed,
             self._watch_files,

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import grpc
 
 from upr.config import TAIL_BYTES
-from upr.service.overload.process import give_back_freed, memory_bytes
+from upr.service.overload.process import give_back_freed, memory_bytes, tcp_sockets
 from upr.service.sight.counts import count_reason, refusals
 from upr_protocol.errors import InvalidArgumentError, TooManyError, UprError
 from upr_protocol.limits import (
@@ -372,20 +372,11 @@ def received_by_peer() -> dict[str, int]:
 
 def _connections() -> Iterator[tuple[str, socket.socket, int]]:
     """Yield each TCP connection: gRPC's name of its peer, a copy of the socket, and the bytes that it has received."""
-    try:
-        numbers = os.listdir("/proc/self/fd")
-    except OSError:
-        return
-    for number in numbers:
+    for one in tcp_sockets():
         with suppress(OSError, struct.error):
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                continue
-            # A copy, which stays valid if the connection is closed meanwhile.
-            with socket.socket(fileno=os.dup(int(number))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6):
-                    name = _peer_name(one.getpeername())
-                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    yield name, one, _TCP_INFO_BYTES_RECEIVED.unpack_from(info, _TCP_INFO_OFFSET)[0]
+            name = _peer_name(one.getpeername())
+            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            yield name, one, _TCP_INFO_BYTES_RECEIVED.unpack_from(info, _TCP_INFO_OFFSET)[0]
 
 
 def _peer_name(address: tuple[Any, ...]) -> str:

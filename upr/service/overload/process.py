@@ -1,4 +1,4 @@
-"""The process: its file descriptors, memory, garbage collector, and how late its event loop is.
+"""The process: its file descriptors and connections, memory, garbage collector, and how late its event loop is.
 
 *Descriptors*: a bound on those of connections, so that journal and stores always find some.
 
@@ -11,13 +11,15 @@ import asyncio
 import ctypes
 import fcntl
 import gc
+import logging
 import os
 import resource
 import socket
 import sys
 import termios
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -25,8 +27,10 @@ from typing import Any, Final
 import grpc
 import pyarrow as pa
 
-from upr_protocol.errors import ListenError
+from upr_protocol.errors import ListenError, TooManyError
 from upr_protocol.limits import BUCKETS_MAX, CONNECTIONS_MAX
+
+log = logging.getLogger(__name__)
 
 BUCKET_DESCRIPTORS: Final = 8
 """Descriptors of a bucket: the store's files, the journal's segment and the next one, a folder to sync."""
@@ -85,6 +89,72 @@ def connections_max(buckets: int, others: int = 0) -> int:
             hint="raise it with 'ulimit -n', or LimitNOFILE of systemd",
         )
     return min(left_of(limit), CONNECTIONS_MAX)
+
+
+LOOK_SECONDS: Final = 5.0
+"""Time between two counts of the connections: one takes some 10 microseconds for each."""
+
+
+class Connections:
+    """Connections to the gRPC port: gRPC closes those above the limit, and tells nobody.
+
+    Attributes:
+        limit: the largest number at one address that is listened on; "localhost" is two.
+        open: how many there were at the last count, at the address that had most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.open = 0
+
+    @property
+    def problem(self) -> TooManyError | None:
+        """Return why others may find no connection; None while there is room."""
+        if self.open < self.limit:
+            return None
+        return TooManyError(
+            f"connections are {self.open}; must be below {self.limit}, because others are closed",
+            hint="end some, or raise the limit of open files while there may be more of them",
+        )
+
+    async def watch(self, port: int) -> None:
+        """Count the connections now and then until cancelled. The log tells when there is no room, and when there is again."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            had_room = self.problem is None
+            self.open = await asyncio.to_thread(_count_at, port)
+            if had_room is (self.problem is None):
+                continue
+            told = {"connections": self.open, "limit": self.limit}
+            if had_room:
+                log.warning("there are too many connections: new ones are closed", extra=told)
+            else:
+                log.info("connections have room again", extra=told)
+
+
+def _count_at(port: int) -> int:
+    found = Counter(
+        one.family
+        for one in tcp_sockets()
+        if one.getsockname()[1] == port
+        and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    )
+    return max(found.values(), default=0)
+
+
+def tcp_sockets() -> Iterator[socket.socket]:
+    """Yield a copy of each TCP socket, which stays valid if that is closed meanwhile; none where there is no /proc."""
+    try:
+        numbers = os.listdir(_OPEN)
+    except OSError:
+        return
+    for number in numbers:
+        with suppress(OSError):
+            if not os.readlink(_OPEN / number).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6):
+                    yield one
 
 
 _STATM = "/proc/self/statm"

@@ -271,6 +271,11 @@ class Metrics:
             ("write", process.write_calls()),
         ):
             page.gauge("upr_open_calls", "Open streaming calls.", count, kind=kind)
+        connections = process.connections
+        words = "Connections to the gRPC port, counted every few seconds."
+        page.gauge("upr_connections", words, connections.open)
+        words = "Connections above which gRPC closes new ones."
+        page.gauge("upr_connections_max", words, connections.limit)
         if (port := process.text_port()) is not None:
             page.gauge("upr_text_connections", "Open text connections.", port.connections)
             words = "Text connections that were ended because they took nothing."
