@@ -314,16 +314,10 @@ def is_number(value: object, *, whole: bool = False) -> bool:
     return isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
 
 
-def check_at_least(
-    value: float, least: float, what: str, *, above: bool = False, whole: bool = False
-) -> None:
-    """Raise InvalidArgumentError unless the value is a number, and the least one or more; ``above``: more."""
-    # NaN fails both.
-    fits = is_number(value, whole=whole) and (value > least if above else value >= least)
-    if not fits:
-        words = f"above {least:g}" if above else f"{least:g} or more"
-        words = f"a whole number, {words}" if whole else words
-        raise InvalidArgumentError(f"{what} is {value!r}; must be {words}")
+def check_at_least(value: int, least: int, what: str) -> None:
+    """Raise InvalidArgumentError unless the value is a whole number, and the least one or more."""
+    if not (is_number(value, whole=True) and value >= least):
+        raise InvalidArgumentError(f"{what} is {value!r}; must be a whole number, {least} or more")
 
 
 def check_seconds(value: float, what: str, *, above: bool = False, endless: bool = False) -> None:

@@ -175,7 +175,7 @@ class Tuning:
             ("unacknowledged_bytes", 1),
             ("recent_key_bytes", 0),
         ):
-            check_at_least(getattr(self, name), least, name, whole=True)
+            check_at_least(getattr(self, name), least, name)
 
 
 class Pinned(Protocol):
@@ -427,7 +427,7 @@ class HandlingOptions:
             )
         if self.order not in ("partition", "key"):
             raise InvalidArgumentError(f'order is {self.order!r}; must be "partition" or "key"')
-        check_at_least(self.retries, 0, "retries", whole=True)
+        check_at_least(self.retries, 0, "retries")
 
     def check_rollbacks(self, policy: Policy) -> None:
         """Raise InvalidArgumentError if rollbacks are events, and nobody takes them."""
