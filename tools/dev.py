@@ -335,7 +335,7 @@ def lint() -> None:
     MAIN.run("sync half of the SDK fresh", ["tools/unasync.py", "--check"])
     contracts = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     MAIN.run("import contracts", ["-c", contracts])
-    CODEGEN.run("generated code fresh", ["tools/gen_protos.py", "--check"])
+    CODEGEN.run("generated code fresh", ["-m", "tools.gen_protos", "--check"])
     CODEGEN.run("proto rules", ["tools/lint_protos.py"])
     MAIN.run("mypy", ["-m", "mypy", "--num-workers=2"])
 
@@ -344,7 +344,7 @@ def gen() -> None:
     """Write all generated code."""
     setup()
     CODEGEN.make()
-    CODEGEN.run("wire code", ["tools/gen_protos.py"])
+    CODEGEN.run("wire code", ["-m", "tools.gen_protos"])
     MAIN.run("sync half of the SDK", ["tools/unasync.py"])
 
 

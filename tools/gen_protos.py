@@ -1,7 +1,7 @@
 """Generate the wire code from ``protos/``: ``protos/upr/v1`` into ``client/upr_protocol/wire/v1``, and the part of etcd's API
 in ``protos/etcd`` into ``upr/cluster/wire``.
 
-``python tools/gen_protos.py`` writes, ``--check`` compares whole texts and the set of files and exits 1 when
+``python -m tools.gen_protos`` writes, ``--check`` compares whole texts and the set of files and exits 1 when
 they differ. The generator is the oldest one supported, pinned in pyproject's group "codegen": a protobuf
 runtime refuses code from a newer generator, so its version is the users' lower bound.
 
@@ -9,14 +9,14 @@ protoc writes ``from upr.v1 import x_pb2``, which would be this project's server
 rewritten to relative ones.
 """
 
-import argparse
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools.unasync import ROOT, refresh
+
 TARGETS = {
     "upr/v1": ROOT / "client" / "upr_protocol" / "wire" / "v1",
     "etcd": ROOT / "upr" / "cluster" / "wire",
@@ -50,32 +50,5 @@ def generate() -> dict[Path, str]:
     return texts
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare, write nothing")
-    options = parser.parse_args()
-    texts = generate()
-    present = {
-        file: file.read_text()
-        for target in TARGETS.values()
-        for file in target.glob("*.py*")
-        if file.is_file()
-    }
-    differing = sorted(
-        file for file in texts.keys() | present.keys() if texts.get(file) != present.get(file)
-    )
-    if options.check:
-        for file in differing:
-            print(f"not fresh: {file.relative_to(ROOT)}", file=sys.stderr)
-        return 1 if differing else 0
-    for file in present.keys() - texts.keys():
-        file.unlink()
-    for file, text in texts.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    print(f"{len(texts)} files, {len(differing)} changed", file=sys.stderr)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(refresh(__doc__, generate, list(TARGETS.values())))

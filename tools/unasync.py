@@ -8,6 +8,7 @@ import argparse
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,16 +73,19 @@ def _formatted(text: str, name: str) -> str:
     return text
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def refresh(words: str | None, generate: Callable[[], dict[Path, str]], folders: list[Path]) -> int:
+    """Write what ``generate`` returns, and remove what else of Python is in the folders; with --check only compare.
+
+    Args:
+        words: what --help says.
+    """
+    parser = argparse.ArgumentParser(description=words)
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
     options = parser.parse_args()
     texts = generate()
+    files = [file for folder in folders for file in folder.glob("*.py*")]
     present = {
-        file: file.read_text()
-        for _, folder in FOLDERS
-        for file in (ROOT / folder).glob("*.py")
-        if file.name not in BY_HAND
+        file: file.read_text() for file in files if file.name not in BY_HAND or file in texts
     }
     differing = sorted(f for f in texts.keys() | present.keys() if texts.get(f) != present.get(f))
     if options.check:
@@ -95,6 +99,10 @@ def main() -> int:
         file.write_text(text)
     print(f"{len(texts)} files, {len(differing)} changed", file=sys.stderr)
     return 0
+
+
+def main() -> int:
+    return refresh(__doc__, generate, [ROOT / folder for _, folder in FOLDERS])
 
 
 if __name__ == "__main__":
