@@ -15,7 +15,7 @@ from upr.engine.streams import Messages
 from upr.engine.tail import WINDOW_BYTES, Tail, TailEntry, join_encoded
 from upr.storage.blocks import FEW_RUNS, summary
 from upr.storage.journal import NumberedWrite
-from upr.storage.read import EVERYTHING, Showing
+from upr.storage.read import Showing
 from upr_protocol.block import I64, U64, Runs, joined_runs, select_runs, slice_runs
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 from upr_protocol.wire.codec import encode_block
@@ -144,9 +144,7 @@ class TailReaders:
         moves: how often a group moved on.
     """
 
-    def __init__(
-        self, tail: Tail, memory: bool, followers: Sized, showing: Showing = EVERYTHING
-    ) -> None:
+    def __init__(self, tail: Tail, memory: bool, followers: Sized, showing: Showing) -> None:
         self._tail = tail
         self._showing = showing
         self._memory = memory

@@ -813,10 +813,10 @@ class Store:
                     row = dataclasses.replace(row, position=stored.position if stored else b"")
                 txn.put(key, keyspace.pack_consumer(key, row), db=self._consumers)
 
-    def forget_producers(self, before: int, keep: int, most: int = FORGET_ROWS) -> Forgotten:
+    def forget_producers(self, before: int, keep: int) -> Forgotten:
         """Remove producers last seen before a time (microseconds), and the oldest above ``keep`` names.
 
-        One transaction of about ``most`` rows and at most one name more; none when there is nothing to do. All rows of
+        One transaction of about FORGET_ROWS rows and at most one name more; none when there is nothing to do. All rows of
         a name go together.
         """
         with self._env.begin() as txn:
@@ -825,7 +825,7 @@ class Store:
         names = rows = 0
         with self._writing() as txn:
             while (key := self._oldest(txn, before, keep)) is not None:
-                if rows >= most:
+                if rows >= FORGET_ROWS:
                     return Forgotten(names, True)
                 txn.delete(key, db=self._producer_times)
                 _, name = keyspace.unpack_producer_time_key(key)

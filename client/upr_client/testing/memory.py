@@ -189,7 +189,7 @@ class Partition:
 
     # Reading.
 
-    def next_part(self, seqno: int, prefix: bytes = b"") -> tuple[Run, list[Row]] | None:
+    def next_part(self, seqno: int, prefix: bytes) -> tuple[Run, list[Row]] | None:
         """Return what comes above a seqno, at most about FRAME_BYTES of it; None when there is nothing.
 
         A part of a run that is not its last is no marker. Rows without the prefix are left out.

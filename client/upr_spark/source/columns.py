@@ -80,9 +80,7 @@ class Columns:
         include_deletes: whether deletes become rows.
     """
 
-    def __init__(
-        self, schema: StructType, ranges: Iterable[Range], include_deletes: bool = True
-    ) -> None:
+    def __init__(self, schema: StructType, ranges: Iterable[Range], include_deletes: bool) -> None:
         self.schema = pa.schema(
             [pa.field(field.name, _ARROW[type(field.dataType)]) for field in schema.fields]
         )

@@ -517,7 +517,7 @@ class Catalog:
 
     # Creating
 
-    def check_new(self, name: str, compression: str = "") -> None:
+    def check_new(self, name: str, compression: str) -> None:
         """Raise what ``create`` does where a bucket cannot be made, as far as that is known before."""
         check_name(name, "bucket")
         if compression not in COMPRESSIONS:
