@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from upr_backup.errors import NotEmptyError
 from upr_backup.repository import LocalStorage, Storage, open_storage
 from upr_backup.repository.object_store import interruptible, of_object_store
-from upr_backup.rows import Point, data_bytes, each_group, in_order, live
+from upr_backup.rows import Point, data_bytes, each_group, in_order, live, shown
 from upr_protocol.errors import InvalidArgumentError, MissingPackageError, UprError
 
 _ROW_GROUP_ROWS: Final = 131_072
@@ -29,7 +29,6 @@ _UNFINISHED: Final = "_unfinished"
 _DONE: Final = "_SUCCESS"
 _PART: Final = re.compile(r"part-[0-9]{5,}\.parquet")
 _LITTER_SECONDS: Final = 3600.0
-_SHOWN_BYTES: Final = 64
 _WORDS: Final = 300
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -109,14 +108,10 @@ def _strings(table: Any, name: str) -> Any:
                 (data.as_py() or b"").decode()
             except UnicodeDecodeError:
                 raise InvalidArgumentError(
-                    f"{'the key' if name == 'key' else 'the value of key'} 0x{_hex(key.as_py())} is not UTF-8",
+                    f"{'the key' if name == 'key' else 'the value of key'} {shown(key.as_py())} is not UTF-8",
                     hint="export without --utf8: then keys and values are binary",
                 ) from None
         raise
-
-
-def _hex(key: bytes) -> str:
-    return key[:_SHOWN_BYTES].hex() + ("..." if len(key) > _SHOWN_BYTES else "")
 
 
 # Parquet.

@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -36,6 +35,7 @@ from upr_client.changes.events import ChangeBatch
 from upr_client.changes.options import Pinned
 from upr_client.errors import RollbackError
 from upr_client.types import Bucket
+from upr_protocol.block import I64
 from upr_protocol.limits import (
     CELL_BYTES_MAX,
     FURTHER_COLUMNS_MAX,
@@ -81,8 +81,6 @@ _ROW_BYTES_MAX: Final = VALUE_BYTES_MAX + KEY_BYTES_MAX + _CELLS_BYTES_MAX + 409
 """Of one row as Parquet, with what describes its page."""
 _ROW_GROUP_BYTES_MAX: Final = _TAKEN_BYTES + _ROW_GROUP_ROWS * KEY_BYTES_MAX + _ROW_BYTES_MAX
 """Of the largest row group that is ever written: that of a merged base, whose values are bounded and whose keys are few."""
-
-I64 = npt.NDArray[np.int64]
 
 
 class LateCellsError(Exception):

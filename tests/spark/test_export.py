@@ -114,7 +114,7 @@ def test_what_is_no_text_is_named(kind: str, tmp_path: Path) -> None:
     with source(tmp_path / "source") as made:
         for row, words in (
             ((b"\xff\x00key", b"text"), "the key 0xff006b6579 is not UTF-8"),
-            ((b"key:0", b"\xfe"), "the value of key 0x6b65793a30 is not UTF-8"),
+            ((b"key:0", b"\xfe"), "the value of key 'key:0' is not UTF-8"),
         ):
             made.write([row])
             made.backup()
