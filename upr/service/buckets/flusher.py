@@ -1,7 +1,6 @@
 """The flusher: it moves the tail to the store, slice by slice, when the tail is large or old."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
@@ -15,8 +14,6 @@ from upr.service.buckets.disk_threads import Disk
 from upr.service.storage_trouble import PASSING, Failing
 from upr.storage.compact import FlushSlice, Merged
 from upr.storage.keyspace import ProducerNumbers
-
-log = logging.getLogger(__name__)
 
 FLUSH_FRACTION = 0.6
 """Part of the tail's limit at which a flush begins, so that it ends before writers must wait."""
