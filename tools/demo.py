@@ -8,7 +8,6 @@ on. At the end the follower's tree is compared, blob by blob, with what git says
 import argparse
 import asyncio
 import hashlib
-import os
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from upr.cli.cat_commands.git_history import FileChange, GitError, GitHistory, Skipped, run_git
 from upr_cli_kit.output import Progress
 from upr_client import AsyncClient, ChangeBatch, Rollback, Tuning
+from upr_client.testing import ServerProcess
 from upr_protocol.errors import UnavailableError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.partitioning import partition_of
@@ -56,72 +56,11 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-class Server:
-    """A real server process on a data directory, in a session of its own: Ctrl-C reaches only this program."""
-
-    program = (sys.executable, "-m", "upr.cli")
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._ready = folder / "ready"
-        self._log = folder / "server.log"
-        self._process: subprocess.Popen[bytes] | None = None
-        self.target = "127.0.0.1:0"
-        self.options: list[str] = []
-        self.environment: dict[str, str] = {}
-
-    async def start(self) -> None:
-        """Start it, the second time on the port of the first, and wait until it serves."""
-        self._ready.unlink(missing_ok=True)
-        command = [*self.program, "server", "--data", str(self._folder / "data")]
-        command += ["--listen", self.target, "--ready-file", str(self._ready), *self.options]
-        process = self._process = self._spawn(command)
-        await until(lambda: self._is_ready() or process.poll() is not None)
-        if not self._is_ready():
-            raise UprError(f"the server ended: {self.last_words()}")
-        self.target = self._ready.read_text().strip()
-
-    def _is_ready(self) -> bool:
-        return self._ready.exists()
-
-    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **self.environment},
-                start_new_session=True,
-            )
-
-    def send(self, number: signal.Signals) -> None:
-        """Send it a signal, if it runs."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
-
-    def kill(self) -> int:
-        """SIGKILL it; returns its process number."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        return self._process.pid
-
-    def stop(self) -> int | None:
-        """End it in good order; returns its exit status, None when it was not running."""
-        if self._process is None or self._process.poll() is not None:
-            return None
-        self._process.terminate()
-        try:
-            return self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def last_words(self) -> str:
-        """The last line of its log."""
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "without a word"
+def put_away(*servers: ServerProcess) -> None:
+    """Leave nothing of servers behind but their data."""
+    for server in servers:
+        server.kill()
+        server.close()
 
 
 async def failover_log(client: AsyncClient, partition: int) -> FailoverLog:
@@ -218,7 +157,7 @@ class Demo:
         server: not started yet.
     """
 
-    def __init__(self, history: GitHistory, server: Server) -> None:
+    def __init__(self, history: GitHistory, server: ServerProcess) -> None:
         self._history = history
         self._server = server
         self._moved = asyncio.Event()
@@ -232,7 +171,7 @@ class Demo:
 
     async def run(self) -> None:
         """Load and follow, with the kill between; afterwards the follower has everything."""
-        await self._server.start()
+        await asyncio.to_thread(self._server.start)
         say(f"server    started on {self._server.target}, with an empty data directory")
         async with AsyncClient(self._server.target, retry_seconds=WAIT_SECONDS) as client:
             bucket = client.bucket("default")
@@ -289,8 +228,10 @@ class Demo:
                 say(
                     f"loader    {self.written} rows of {part.commits_done}/{commits} commits acknowledged"
                 )
-                pid = self._server.kill()
-                say(f"server    SIGKILL to process {pid}, between two acknowledged writes")
+                self._server.kill()
+                say(
+                    f"server    SIGKILL to process {self._server.pid}, between two acknowledged writes"
+                )
                 # The loader goes on at once, against a server that is not there.
                 restart = self._restart(client, partition, before)
                 self._restarted = asyncio.create_task(restart)
@@ -303,7 +244,7 @@ class Demo:
 
     async def _restart(self, client: AsyncClient, partition: int, before: FailoverLog) -> None:
         await asyncio.sleep(0.5)
-        await self._server.start()
+        await asyncio.to_thread(self._server.start)
         say(f"server    started again on {self._server.target}, on the same data")
         after = await failover_log(client, partition)
         self._partition = partition
@@ -387,17 +328,15 @@ async def demonstrate(repo: Path, folder: Path) -> bool:
         say(
             f"history   {repo}: {len(history.commits)} commits from the root to {history.commits[-1][:12]}"
         )
-        server = Server(folder)
+        server = ServerProcess(folder / "data")
         demo = Demo(history, server)
         try:
             await demo.run()
             equal = compare(history, demo.tree)
+            server.stop()
+            say("server    stopped in good order; the temporary folder is removed")
         finally:
-            status = server.stop()
-        if status is not None:
-            say(
-                f"server    stopped in good order, status {status}; the temporary folder is removed"
-            )
+            put_away(server)
         return equal
 
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -23,9 +22,10 @@ import grpc
 from tests.etcd import running_etcd
 from tests.harness import ServerFailed
 from tests.proxy import DIRECTIONS, Proxy
-from tools.demo import WAIT_SECONDS, Server, say, tell, until
+from tools.demo import WAIT_SECONDS, put_away, say, tell, until
 from upr_client import AsyncClient, ChangeBatch, Only, Rollback, Tuning
 from upr_client.admin import Topology, topology
+from upr_client.testing import ServerProcess
 from upr_client.types import AsyncBucket
 from upr_protocol.errors import UprError
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
@@ -103,11 +103,10 @@ class Cluster:
 
     def __init__(self, folder: Path, etcd: str, links: dict[str, Proxy]) -> None:
         self._etcd, self._links = etcd, links
-        self.servers: dict[str, Server] = {}
-        for name in NAMES:
-            (folder / name).mkdir()
-            self.servers[name] = server = Server(folder / name)
-            server.options = ["--cluster", f"etcd://{links[name].target}/demo", "--open-admin"]
+        self.servers = {
+            name: ServerProcess(folder / name, ["--cluster", f"etcd://{links[name].target}/demo"])
+            for name in NAMES
+        }
         self._known: dict[str, Topology] = {}
         # By epoch, who said that it is active.
         self._owners: dict[int, set[str]] = {}
@@ -194,14 +193,10 @@ class Cluster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for server in self.servers.values():
-            server.send(signal.SIGCONT)
-        for server in self.servers.values():
-            server.stop()
+        put_away(*self.servers.values())
 
     async def _start(self, name: str) -> None:
-        server = self.servers[name]
-        await server.start()
+        await asyncio.to_thread(self.servers[name].start)
         self._tasks.append(asyncio.create_task(self._watch(name)))
 
     async def _follow(self, bucket: AsyncBucket) -> None:
@@ -240,22 +235,23 @@ class Cluster:
     async def _kill(self) -> None:
         old, began = self._owner, time.monotonic()
         self._writer.pause()
-        say(f"{old}         SIGKILL to process {self.servers[old].kill()}")
+        self.servers[old].kill()
+        say(f"{old}         SIGKILL to process {self.servers[old].pid}")
         say(
             "cluster   waits for two witnesses: its key in etcd ends, and it asks nobody for a grant"
         )
         await self._next_owner(old, began)
         began = time.monotonic()
-        await self.servers[old].start()
+        await asyncio.to_thread(self.servers[old].start)
         await self._comes_back(old, "was started again: it follows", began)
 
     async def _stop(self) -> None:
         old, began = self._owner, time.monotonic()
-        self.servers[old].send(signal.SIGSTOP)
+        self.servers[old].pause()
         say(f"{old}         SIGSTOP: it stands still, and does not know it")
         await self._next_owner(old, began)
         began = time.monotonic()
-        self.servers[old].send(signal.SIGCONT)
+        self.servers[old].resume()
         say(f"{old}         SIGCONT: the grants that it had have run out, so it answers no write")
         await self._until(lambda: not self._known[old].active)
         await self._comes_back(old, "follows", began)

@@ -9,15 +9,15 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.demo import WAIT_SECONDS, Server, say, tell, until
+from tools.demo import WAIT_SECONDS, put_away, say, tell, until
 from upr_client import AsyncClient, ChangeBatch, Only, Rollback, Tuning
+from upr_client.testing import ServerProcess
 from upr_client.types import AsyncBucket
 from upr_protocol.errors import UprError
 from upr_protocol.partitioning import partition_of
@@ -137,19 +137,17 @@ class Failover:
     """One run, with a folder for each of two servers."""
 
     def __init__(self, folder: Path) -> None:
-        self._a_folder, b_folder = folder / "a", folder / "b"
-        for one in (self._a_folder, b_folder):
-            one.mkdir()
-        self.a, self.b = Server(self._a_folder), Server(b_folder)
+        self._folder = folder
+        # Those of later options are made when it is known where the other one listens.
+        self.a, self.b = ServerProcess(folder / "a"), ServerProcess(folder / "b")
         self._keys = keys()
         self._follower = Follower()
 
     async def run(self) -> bool:
         """Tell the whole story; return whether all three have the same in the end."""
-        self.a.options = ["--open-admin"]
-        await self.a.start()
-        self.b.options = ["--replicate-from", self.a.target, "--open-admin"]
-        await self.b.start()
+        await asyncio.to_thread(self.a.start)
+        self.b = ServerProcess(self._folder / "b", ["--replicate-from", self.a.target])
+        await asyncio.to_thread(self.b.start)
         say(f"servers   A at {self.a.target} is active, B at {self.b.target} is its replica")
         both = f"{self.a.target},{self.b.target}"
         async with (
@@ -177,7 +175,7 @@ class Failover:
         await until(lambda: self._follower.seqno == KEPT)
         await until_true(lambda: is_in_step(at_b))
         say(f"writer    {KEPT} mutations of partition {PARTITION} acknowledged; A and B have them")
-        self.b.send(signal.SIGSTOP)
+        self.b.pause()
         # More than every buffer between A and B holds, in another partition: what follows does not leave A.
         await bucket.set(FILLER, bytes(16 * 2**20))
         await self._write(bucket, KEPT, LOST, b"only A has this")
@@ -185,8 +183,9 @@ class Failover:
         say(
             f"writer    {LOST - KEPT} more, while B is stopped: A and the follower have {LOST}, B {KEPT}"
         )
-        say(f"A         SIGKILL to process {self.a.kill()}; B goes on")
-        self.b.send(signal.SIGCONT)
+        self.a.kill()
+        say(f"A         SIGKILL to process {self.a.pid}; B goes on")
+        self.b.resume()
 
     async def _promote(self, bucket: AsyncBucket, at_b: AsyncClient) -> None:
         say(f"operator  $ upr-admin promote --target {self.b.target}")
@@ -208,12 +207,14 @@ class Failover:
         )
 
     async def _come_back(self, at_b: AsyncClient) -> bool:
-        self.a.options = ["--replicate-from", self.b.target, "--open-admin"]
-        await self.a.start()
+        again = ["--listen", self.a.target, "--replicate-from", self.b.target]
+        put_away(self.a)
+        self.a = ServerProcess(self._folder / "a", again)
+        await asyncio.to_thread(self.a.start)
         say("A         started again, as a replica of B, on the data that it had")
         async with AsyncClient(self.a.target) as at_a:
             await until_true(lambda: is_in_step(at_a))
-            data = self._a_folder / "data"
+            data = self.a.directory
             command = [sys.executable, "-m", "upr.cli", "admin", "undone", "list", str(data)]
             say("operator  $ upr-admin undone list DATA_OF_A")
             told = await asyncio.to_thread(
@@ -237,9 +238,7 @@ async def demonstrate(folder: Path) -> bool:
     try:
         return await story.run()
     finally:
-        for server in (story.a, story.b):
-            server.send(signal.SIGCONT)
-            server.stop()
+        put_away(story.a, story.b)
 
 
 def main() -> int:

@@ -6,13 +6,15 @@ compared with the server, row by row.
 """
 
 import argparse
+import asyncio
 import sys
 from functools import partial
 from pathlib import Path
 
-from tools.demo import WAIT_SECONDS, Server, failover_log, say, tell, until
+from tools.demo import WAIT_SECONDS, failover_log, put_away, say, tell, until
 from tools.demo_failover import FIRST, KEPT, LOST, PARTITION, Follower, followed, keys, rows_of
 from upr_client import AsyncClient
+from upr_client.testing import ServerProcess
 from upr_client.types import AsyncBucket
 
 AGAIN = 10
@@ -32,15 +34,15 @@ class Undone:
     """One run, with one server, in an empty folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.server = Server(folder)
         self._hold = folder / "hold"
-        self.server.environment = {"UPR_FAILPOINTS": f"journal.before_append=hold:{self._hold}"}
+        held = {"UPR_FAILPOINTS": f"journal.before_append=hold:{self._hold}"}
+        self.server = ServerProcess(folder / "data", environment=held)
         self._keys = keys()
         self._follower = Follower()
 
     async def run(self) -> bool:
         """Tell the whole story; return whether the follower has what the server has in the end."""
-        await self.server.start()
+        await asyncio.to_thread(self.server.start)
         say(f"server    started on {self.server.target}, with an empty data directory")
         async with AsyncClient(self.server.target, retry_seconds=WAIT_SECONDS) as client:
             bucket = client.bucket()
@@ -71,9 +73,10 @@ class Undone:
         picture(("on the disk", KEPT, ""), ("in memory", LOST, ""), ("follower", LOST, ""))
 
     async def _crash(self, client: AsyncClient) -> None:
-        say(f"server    SIGKILL to process {self.server.kill()}: what was in memory only is gone")
+        self.server.kill()
+        say(f"server    SIGKILL to process {self.server.pid}: what was in memory only is gone")
         self._hold.unlink()
-        await self.server.start()
+        await asyncio.to_thread(self.server.start)
         say("server    started again, on the same data")
         log = await failover_log(client, PARTITION)
         say(f"          its failover log has a new record, at {KEPT}: {', '.join(map(str, log))}")
@@ -109,7 +112,7 @@ async def demonstrate(folder: Path) -> bool:
     try:
         return await story.run()
     finally:
-        story.server.stop()
+        put_away(story.server)
 
 
 def main() -> int:

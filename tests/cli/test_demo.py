@@ -83,11 +83,18 @@ def test_the_failover_demo_undoes_what_the_replica_lacked(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+SHORT_LEASE = """
+from upr.cluster import keeper
+keeper.LEASE_SECONDS = 2
+from upr_client.testing import child
+child.main()
+"""
 QUICK = """
 import sys
-from tools import demo, demo_cluster
-lease = "from upr.cluster import keeper; keeper.LEASE_SECONDS = 2; from upr.cli.__main__ import main; main()"
-demo.Server.program = (sys.executable, "-c", lease)
+from pathlib import Path
+from tools import demo_cluster
+from upr_client.testing import process
+process._CHILD = Path({child!r})
 demo_cluster.HELD_SECONDS = 1.0
 sys.exit(demo_cluster.main())
 """
@@ -97,7 +104,10 @@ sys.exit(demo_cluster.main())
 @pytest.mark.crash
 @pytest.mark.etcd
 def test_the_cluster_demo_has_one_owner_after_the_other_and_loses_nothing(tmp_path: Path) -> None:
-    demo = start(["-c", QUICK], tmp_path)
+    child, temporary = tmp_path / "child.py", tmp_path / "tmp"
+    child.write_text(SHORT_LEASE)
+    temporary.mkdir()
+    demo = start(["-c", QUICK.format(child=str(child))], temporary)
     out, errors = demo.communicate(timeout=200)
     assert demo.returncode == 0, out + errors
     (told,) = re.findall("RESULT    each epoch had one owner: (.*)", out)
@@ -108,7 +118,7 @@ def test_the_cluster_demo_has_one_owner_after_the_other_and_loses_nothing(tmp_pa
     assert f"{owners[2]}         still is the owner, because the others hear it" in out
     assert re.search(r"RESULT    A, B, C and the follower have all \d+ keys", out)
     assert "nothing was undone" in out
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.crash
