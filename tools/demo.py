@@ -8,6 +8,7 @@ on. At the end the follower's tree is compared, blob by blob, with what git says
 import argparse
 import asyncio
 import hashlib
+import random
 import signal
 import subprocess
 import sys
@@ -43,6 +44,14 @@ def say(text: str) -> None:
     """Print a line with the seconds since the start."""
     Progress.end_line()
     print(f"[{time.monotonic() - STARTED:5.1f} s] {text}", flush=True)
+
+
+def soak_parser(kind: str, words: str | None) -> argparse.ArgumentParser:
+    """Return what reads the options that most kinds of ``tools/dev.py soak`` have."""
+    parser = argparse.ArgumentParser(prog=f"tools/dev.py soak --{kind}", description=words)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="the first one")
+    return parser
 
 
 async def until(condition: Callable[[], bool]) -> None:

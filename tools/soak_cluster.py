@@ -6,7 +6,6 @@ At the end of each all servers and followers are the same, nothing is missing th
 within their limits, which are those of a machine that has nothing else to do. Those that the time was too short for are named.
 """
 
-import argparse
 import itertools
 import random
 import statistics
@@ -23,7 +22,7 @@ from tests.etcd import running_etcd
 from tests.harness import RunningServer
 from tests.replica.rounds import Writing
 from tools.bench.common import process_cpu
-from tools.demo import say
+from tools.demo import say, soak_parser
 from tools.soak_replicas import kept_if_wrong, starting
 
 ROUNDS = 20
@@ -222,11 +221,7 @@ def cost_of_grants(folder: Path) -> str:
 
 def main() -> int:
     """Return 0 when nothing was wrong; a violation is raised."""
-    parser = argparse.ArgumentParser(prog="tools/dev.py soak --cluster", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="0: each kind once, whole")
-    parser.add_argument(
-        "--seed", type=int, default=random.randrange(10**6), help="of the first world"
-    )
+    parser = soak_parser("cluster", __doc__)
     parser.add_argument("--world", choices=[*WORLDS, "grants"], default=None, help="this kind only")
     options = parser.parse_args()
     seed = options.seed

@@ -8,7 +8,6 @@ between, and at the end, everybody must get on by themselves; at the end all are
 write was applied once, and the recorded history fulfils the guarantees.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -27,7 +26,7 @@ from tests.crash.clients import reconnect_soon
 from tests.crash.world import World
 from tests.harness import RunningServer
 from tests.proxy import DIRECTIONS, Direction, Proxy
-from tools.demo import say
+from tools.demo import say, soak_parser
 
 FAULTS_IN_ROUND = 25
 FOLLOWERS = 5
@@ -169,12 +168,7 @@ async def one_round(folder: Path, seed: int, ends: float) -> Counter[str]:
 
 def main() -> int:
     """Return 0 when nothing was wrong."""
-    parser = argparse.ArgumentParser(prog="tools/dev.py soak --faults", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument(
-        "--seed", type=int, default=random.randrange(10**6), help="of the first round"
-    )
-    options = parser.parse_args()
+    options = soak_parser("faults", __doc__).parse_args()
     seed = options.seed
     say(f"faults for {options.minutes} minutes, first seed {seed}")
     reconnect_soon(pytest.MonkeyPatch())

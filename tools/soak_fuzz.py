@@ -1,12 +1,10 @@
 """Damage whatever is read from peers and disks, for a long time. Run by ``tools/dev.py soak --fuzz``."""
 
-import argparse
-import random
 import sys
 import time
 
 from tests.fuzz import fuzz, targets
-from tools.demo import say
+from tools.demo import say, soak_parser
 
 ROUND = 2_000
 REPORT_SECONDS = 30.0
@@ -14,10 +12,7 @@ REPORT_SECONDS = 30.0
 
 def main() -> int:
     """Return 0 when every input gave a value or the declared error."""
-    parser = argparse.ArgumentParser(prog="tools/dev.py soak --fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    options = parser.parse_args()
+    options = soak_parser("fuzz", __doc__).parse_args()
     seed = options.seed
     ends = time.monotonic() + options.minutes * 60
     said = time.monotonic()

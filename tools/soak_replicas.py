@@ -10,8 +10,6 @@ each other TAKEOVERS times (``tests/replica/test_ownership.py``). A world that h
 stays.
 """
 
-import argparse
-import random
 import shutil
 import sys
 import tempfile
@@ -27,7 +25,7 @@ from tests.harness import RunningServer
 from tests.replica.joining import join
 from tests.replica.rounds import GATHERED, Rounds
 from tests.replica.test_ownership import take_over
-from tools.demo import say
+from tools.demo import say, soak_parser
 from upr_protocol.limits import parse_size
 
 ROUNDS = 20
@@ -87,11 +85,7 @@ def join_once(size: int) -> None:
 
 def main() -> int:
     """Return 0 when nothing was wrong; a violation is raised."""
-    parser = argparse.ArgumentParser(prog="tools/dev.py soak --replicas", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument(
-        "--seed", type=int, default=random.randrange(10**6), help="of the first world"
-    )
+    parser = soak_parser("replicas", __doc__)
     parser.add_argument("--join-bytes", type=parse_size, default=0, help="such as 1GiB")
     options = parser.parse_args()
     seed = options.seed

@@ -12,7 +12,6 @@ applies what it receives, and at every snapshot marker its state must be what th
 The server's anonymous memory is looked at all along, and must not grow.
 """
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import RunningServer
-from tools.demo import say
+from tools.demo import say, soak_parser
 from upr_client import AsyncClient, ChangeBatch, MemoryPositions, Only, Rollback, Tuning
 from upr_client.errors import SnapshotGoneError
 from upr_client.types import AsyncBucket
@@ -375,10 +374,7 @@ async def soak(seconds: float, seed: int, folder: Path) -> None:
 
 def main() -> int:
     """Return 0 when nothing was wrong."""
-    parser = argparse.ArgumentParser(prog="tools/dev.py soak --storage", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    options = parser.parse_args()
+    options = soak_parser("storage", __doc__).parse_args()
     seed = options.seed
     say(f"storage soak of {options.minutes} minutes, seed {seed}")
     with tempfile.TemporaryDirectory(prefix="upr-soak-") as folder:
