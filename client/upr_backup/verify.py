@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from upr_backup.repository.repository import Repository
 from upr_backup.rows import (
     BUCKET_SCHEMA,
-    I64,
     Point,
     _file_problem,
     _rows_problem,
@@ -37,6 +35,7 @@ from upr_backup.source import LEASE_SECONDS, ServerSource
 from upr_client import Client
 from upr_client.lowlevel import hello
 from upr_client.types import Cut
+from upr_protocol.block import I64, Mask
 from upr_protocol.failover import parse_failover_id
 from upr_protocol.limits import BACKUP_CUTS_NAME, PARTITIONS
 
@@ -78,8 +77,6 @@ def verify(
 
 _NEWER_ROW_BYTES: Final = 128
 """Of a row that is newer than the backup about its key is kept."""
-
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -197,8 +194,8 @@ class AgainstServer:
             table = table.set_column(BUCKET_SCHEMA.get_field_index(name), name, left)
         return table
 
-    def _above(self, table: Any) -> Flags:
-        above: Flags = _numbers(table, "seqno") > self._ends[_numbers(table, "partition")]
+    def _above(self, table: Any) -> Mask:
+        above: Mask = _numbers(table, "seqno") > self._ends[_numbers(table, "partition")]
         return above
 
     def _purged(self, group: Sequence[int]) -> I64:
@@ -253,6 +250,6 @@ def _numbers(table: Any, name: str) -> I64:
     return column
 
 
-def _flags(column: Any) -> Flags:
-    flags: Flags = column.combine_chunks().to_numpy(zero_copy_only=False).astype(np.bool_)
+def _flags(column: Any) -> Mask:
+    flags: Mask = column.combine_chunks().to_numpy(zero_copy_only=False).astype(np.bool_)
     return flags

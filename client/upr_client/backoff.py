@@ -3,11 +3,9 @@
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from upr_protocol.block import I64
 from upr_protocol.limits import PARTITIONS
-
-Indexes = npt.NDArray[np.int64]
 
 FIRST_SECONDS: Final = 0.1
 LONGEST_SECONDS: Final = 30.0
@@ -61,7 +59,7 @@ class Retries:
         self._due[partition] = now + seconds
         return seconds
 
-    def succeeded(self, partitions: Indexes) -> None:
+    def succeeded(self, partitions: I64) -> None:
         """Partitions brought something: the next failure is a first one."""
         self._attempts[partitions] = 0
 
@@ -70,7 +68,7 @@ class Retries:
         self._attempts[:] = 0
         self._due[:] = 0
 
-    def split(self, partitions: Indexes, now: float) -> tuple[list[int], float | None]:
+    def split(self, partitions: I64, now: float) -> tuple[list[int], float | None]:
         """Return those of the partitions that are due, and the time at which the next other one is (or None)."""
         if not len(partitions):
             return [], None

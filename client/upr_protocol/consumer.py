@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import U64, Block, joined_runs, select_runs
+from upr_protocol.block import I64, U64, Block, Mask, joined_runs, select_runs
 from upr_protocol.errors import (
     InvalidArgumentError,
     PositionBucketError,
@@ -46,7 +46,6 @@ from upr_protocol.position_table import (
     log_records,
 )
 
-Indexes = npt.NDArray[np.int64]
 ALL_PARTITIONS: Final = range(PARTITIONS)
 
 
@@ -131,10 +130,10 @@ class Delivery:
     """
 
     blocks: list[Block]
-    partitions: Indexes
+    partitions: I64
     ends: U64
     horizons: U64
-    is_marker: npt.NDArray[np.bool_]
+    is_marker: Mask
     folded: int = 0
 
     def markers(self) -> list[tuple[int, int]]:
@@ -143,7 +142,7 @@ class Delivery:
         return list(zip(self.partitions[where].tolist(), self.ends[where].tolist(), strict=True))
 
 
-def select_blocks(blocks: Sequence[Block], live: npt.NDArray[np.bool_]) -> list[Block]:
+def select_blocks(blocks: Sequence[Block], live: Mask) -> list[Block]:
     """Return the blocks with only their live runs, without those that have none; ``live`` has one flag a run."""
     kept = []
     first = 0
@@ -155,7 +154,7 @@ def select_blocks(blocks: Sequence[Block], live: npt.NDArray[np.bool_]) -> list[
     return kept
 
 
-def chain_runs(partitions: Indexes, ends: U64, before: U64, reached: U64) -> None:
+def chain_runs(partitions: I64, ends: U64, before: U64, reached: U64) -> None:
     """Let each run that is not its partition's first in the frame continue the one before it, in place."""
     order = np.argsort(partitions, kind="stable")
     again = partitions[order[1:]] == partitions[order[:-1]]
@@ -248,7 +247,7 @@ class Consumer:
         self._undoing: dict[int, PendingRollback] = {}
         self._open: Delivery | None = None
         self._state[self._followed] = _READY
-        self._nameless: Indexes = np.zeros(0, np.int64)
+        self._nameless: I64 = np.zeros(0, np.int64)
         if positions:
             table = PositionTable.among(positions, self.partitions)
             self._set_positions(table)
@@ -296,7 +295,7 @@ class Consumer:
         self._markers.put(partition, position.markers)
         self._set_log(partition, position.log)
 
-    def _set_logs(self, partitions: Indexes, counts: Indexes, records: Rows) -> None:
+    def _set_logs(self, partitions: I64, counts: I64, records: Rows) -> None:
         """Take logs of so many records for each of the partitions; a log of one record at 0 is its id."""
         firsts, some = np.cumsum(counts) - counts, counts > 0
         born = counts == 1
@@ -343,9 +342,9 @@ class Consumer:
         state = self._state[self._followed]
         return bool(((state == _LIVE) | (state == _DONE)).all())
 
-    def ready(self) -> Indexes:
+    def ready(self) -> I64:
         """The partitions for which a Start may be sent."""
-        ready: Indexes = (self._state == _READY).nonzero()[0]
+        ready: I64 = (self._state == _READY).nonzero()[0]
         return ready
 
     def starts(self, partitions: Iterable[int]) -> list[StartRequest]:
@@ -379,7 +378,7 @@ class Consumer:
             for partition, failover_id, seqno, data_id, horizon, target, has_begun in rows
         ]
 
-    def _start(self, wanted: Indexes) -> npt.NDArray[np.void]:
+    def _start(self, wanted: I64) -> npt.NDArray[np.void]:
         """Return what is held of partitions as records of dtype START, and await the answers.
 
         An id of 0 is none; a horizon is 0 where it is not known, or nothing is held.
@@ -700,7 +699,7 @@ class Consumer:
                 self._state[partition] = _READY
         return concerned
 
-    def highs(self, partitions: Indexes, high_seqnos: U64) -> None:
+    def highs(self, partitions: I64, high_seqnos: U64) -> None:
         self._high[partitions] = np.maximum(self._high[partitions], high_seqnos)
 
     def frame(self, blocks: Sequence[Block], tokens: npt.NDArray[np.integer]) -> Delivery | None:
@@ -758,7 +757,7 @@ class Consumer:
         if seqno is not None and runs < len(delivery.partitions):
             self._move(delivery, slice(runs, runs + 1), np.array([seqno], np.uint64))
 
-    def _move(self, delivery: Delivery, part: slice, seqnos: U64) -> npt.NDArray[np.bool_]:
+    def _move(self, delivery: Delivery, part: slice, seqnos: U64) -> Mask:
         """Move the positions of runs; return which of these end in a marker. Partitions that went meanwhile stay."""
         followed = self._state[delivery.partitions[part]] != _IDLE
         partitions, seqnos = delivery.partitions[part][followed], seqnos[followed]
@@ -786,7 +785,7 @@ class Consumer:
             self.bucket,
         )
 
-    def seqnos(self, partitions: Indexes) -> U64:
+    def seqnos(self, partitions: I64) -> U64:
         """The acknowledged seqnos of partitions, as they are now."""
         return self._seqno[partitions]
 

@@ -23,10 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import U64
+from upr_protocol.block import U64, Mask
 from upr_protocol.errors import UprError
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

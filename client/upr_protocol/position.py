@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from upr_protocol.block import U64
+from upr_protocol.block import I64, U64, Mask
 from upr_protocol.errors import InvalidArgumentError, PositionDamagedError
 from upr_protocol.failover import (
     FailoverLog,
@@ -357,8 +356,6 @@ class MarkerHistory:
         return thinned
 
 
-Indexes = npt.NDArray[np.int64]
-
 GATHERED_MAX: Final = 2**16
 """Markers gathered before they are folded into the histories."""
 
@@ -369,11 +366,11 @@ class MarkerHistories:
     def __init__(self) -> None:
         self._seqnos: U64 = np.zeros((PARTITIONS, MARKERS_MAX), np.uint64)
         self._counts = np.zeros(PARTITIONS, np.int64)
-        self._gathered: list[tuple[Indexes, U64]] = []
+        self._gathered: list[tuple[I64, U64]] = []
         self._waiting = np.zeros(PARTITIONS, np.bool_)
         self._number = 0
 
-    def add(self, partitions: Indexes, seqnos: U64) -> None:
+    def add(self, partitions: I64, seqnos: U64) -> None:
         """Add markers, for each partition in rising order and not below those it has; equal ones are one."""
         if len(partitions):
             self._gathered.append((partitions, seqnos))
@@ -382,7 +379,7 @@ class MarkerHistories:
             if self._number >= GATHERED_MAX:
                 self._fold()
 
-    def replace(self, partitions: Indexes, counts: Indexes, seqnos: U64) -> None:
+    def replace(self, partitions: I64, counts: I64, seqnos: U64) -> None:
         """Forget the markers of partitions, each there once, and take these: so many for each, ascending."""
         if self._waiting[partitions].any():
             self._fold()
@@ -402,7 +399,7 @@ class MarkerHistories:
         self._fold()
         return tuple(self._seqnos[partition, : self._counts[partition]].tolist())
 
-    def columns(self, partitions: Indexes) -> tuple[Indexes, U64]:
+    def columns(self, partitions: I64) -> tuple[I64, U64]:
         """Return how many markers each of the partitions has, and the markers, one partition's after the other's."""
         self._fold()
         counts = self._counts[partitions]
@@ -430,12 +427,12 @@ class MarkerHistories:
         self._seqnos[partitions, within] = seqnos
 
 
-def _filled(counts: Indexes) -> npt.NDArray[np.bool_]:
-    filled: npt.NDArray[np.bool_] = np.arange(MARKERS_MAX) < counts[:, None]
+def _filled(counts: I64) -> Mask:
+    filled: Mask = np.arange(MARKERS_MAX) < counts[:, None]
     return filled
 
 
-def _worth_keeping(partitions: Indexes, seqnos: U64) -> tuple[Indexes, U64]:
+def _worth_keeping(partitions: I64, seqnos: U64) -> tuple[I64, U64]:
     """Thin the markers of many partitions, sorted by both, as ``thin_markers`` does each partition's."""
     lasts = np.flatnonzero(np.diff(partitions, append=-1))
     counts = np.diff(lasts, prepend=-1)

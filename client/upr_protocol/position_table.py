@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from upr_protocol.block import U64
+from upr_protocol.block import I64, U32, U64, Mask
 from upr_protocol.errors import PositionDamagedError
 from upr_protocol.failover import FailoverLog, check_partition
 from upr_protocol.limits import NAME_BYTES_MAX, PARTITIONS, SEQNO_MAX
@@ -73,7 +73,6 @@ NO_RECORDS: Final = np.zeros(0, RECORD)
 """Records of no log."""
 
 Rows = npt.NDArray[np.void]
-Indexes = npt.NDArray[np.int64]
 
 
 def log_records(log: FailoverLog | None) -> Rows:
@@ -199,12 +198,12 @@ class PositionTable(Mapping[int, Position]):
 
     # Parts.
 
-    def only(self, partitions: Indexes) -> "PositionTable":
+    def only(self, partitions: I64) -> "PositionTable":
         """Return the part of those of the partitions that are here."""
         chosen = np.isin(self.rows["partition"], partitions)
         return self if chosen.all() else self._select(np.flatnonzero(chosen))
 
-    def without(self, partitions: Indexes) -> "PositionTable":
+    def without(self, partitions: I64) -> "PositionTable":
         """Return the part of all but the partitions."""
         gone = np.isin(self.rows["partition"], partitions)
         return self._select(np.flatnonzero(~gone)) if gone.any() else self
@@ -229,7 +228,7 @@ class PositionTable(Mapping[int, Position]):
         )
         return both._select(np.argsort(both.rows["partition"], kind="stable"))
 
-    def _select(self, order: Indexes) -> "PositionTable":
+    def _select(self, order: I64) -> "PositionTable":
         rows = self.rows[order]
         used, rows["bucket"] = np.unique(rows["bucket"], return_inverse=True)
         return PositionTable(
@@ -241,7 +240,7 @@ class PositionTable(Mapping[int, Position]):
 
     # Bytes.
 
-    def sizes(self) -> Indexes:
+    def sizes(self) -> I64:
         """Return how many bytes each position takes, without the name of its bucket."""
         rows = self.rows
         markers, records = rows["markers"].astype(np.int64), rows["records"].astype(np.int64)
@@ -318,7 +317,7 @@ class PositionTable(Mapping[int, Position]):
         if twice.any():
             self._require(~twice, "has a failover log with an id twice", owner[order][1:])
 
-    def _require(self, good: npt.NDArray[np.bool_], words: str, owner: Any = None) -> None:
+    def _require(self, good: Mask, words: str, owner: Any = None) -> None:
         if not good.all():
             at = int(np.flatnonzero(~good)[0])
             row = at if owner is None else int(owner[at])
@@ -352,12 +351,12 @@ class Found(Mapping[int, Position | None]):
         return self.table.get(partition, self._partitions[partition])
 
 
-def _firsts(counts: npt.NDArray[np.uint32]) -> list[int]:
+def _firsts(counts: U32) -> list[int]:
     firsts: list[int] = (np.cumsum(counts, dtype=np.int64) - counts).tolist()
     return firsts
 
 
-def _spread(counts: npt.NDArray[np.uint32], order: Indexes) -> Indexes:
+def _spread(counts: U32, order: I64) -> I64:
     """Return where the items of the rows in ``order`` are, of rows that have so many each."""
     firsts, chosen = np.cumsum(counts, dtype=np.int64) - counts, counts[order].astype(np.int64)
     shifts = firsts[order] - (np.cumsum(chosen) - chosen)

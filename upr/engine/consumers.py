@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from upr.storage.keyspace import ConsumerRow
-from upr_protocol.block import I64, POSITION, U64
+from upr_protocol.block import I64, POSITION, U64, Mask
 from upr_protocol.errors import InvalidArgumentError, TooManyError
 from upr_protocol.limits import CONSUMERS_MAX, PARTITIONS, SEQNO_MAX
-
-_Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +46,7 @@ class Save:
     positions: Sequence[bytes] | None
     time: int
     acknowledged: U64 = field(init=False)
-    newest: _Mask = field(init=False)
+    newest: Mask = field(init=False)
     under_way: bool = False
     void: bool = False
     ended: bool = False
@@ -102,7 +99,7 @@ class Saves:
             if save.name == name:
                 save.newest &= ~np.isin(save.partitions, partitions)
 
-    def void(self, name: str) -> _Mask:
+    def void(self, name: str) -> Mask:
         """Void a consumer's saves; return the partitions of which they may leave rows."""
         left = np.zeros(PARTITIONS, bool)
         voided = self.of(name)
@@ -166,7 +163,7 @@ def _zeros() -> U64:
     return np.zeros(PARTITIONS, np.uint64)
 
 
-def _no_partition() -> _Mask:
+def _no_partition() -> Mask:
     return np.zeros(PARTITIONS, bool)
 
 
@@ -184,12 +181,12 @@ class Consumer:
     """
 
     generation: int
-    known: _Mask = field(default_factory=_no_partition)
+    known: Mask = field(default_factory=_no_partition)
     seqno: U64 = field(default_factory=_zeros)
     failover_id: U64 = field(default_factory=_zeros)
     time: U64 = field(default_factory=_zeros)
-    dirty: _Mask = field(default_factory=_no_partition)
-    saved: _Mask = field(default_factory=_no_partition)
+    dirty: Mask = field(default_factory=_no_partition)
+    saved: Mask = field(default_factory=_no_partition)
 
     @property
     def last_ack_time(self) -> int:
@@ -243,7 +240,7 @@ class Consumers:
 
     def __init__(self) -> None:
         self._consumers: dict[str, Consumer] = {}
-        self._removed: dict[str, _Mask] = {}
+        self._removed: dict[str, Mask] = {}
         self.saves = Saves(self)
 
     def __contains__(self, name: str) -> bool:

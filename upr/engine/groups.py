@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from upr.engine.streams import LEASE_ENDED, POSITIONS_RESET, SUPERSEDED, EndReason, FollowOptions
-from upr_protocol.block import I64, U64
+from upr_protocol.block import I64, U64, Mask
 from upr_protocol.errors import FencedError, InvalidArgumentError, TooManyError, UprError, shown
 from upr_protocol.limits import MEMBERS_MAX, OWNERS_REMEMBERED, PARTITIONS
 
 NEVER: Final = np.iinfo(np.int64).max
 NOBODY: Final = -1
-Mask = npt.NDArray[np.bool_]
 Counts = npt.NDArray[np.uint16]
 
 

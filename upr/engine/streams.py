@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from upr.engine.partitions import ACTIVE, REPLICA, Partitions
 from upr.storage.journal import NumberedWrite
 from upr.storage.read import Showing
 from upr.storage.search import StoredBeginning
-from upr_protocol.block import I64, U64
+from upr_protocol.block import I64, U64, Mask
 from upr_protocol.errors import (
     DataDamagedError,
     InvalidArgumentError,
@@ -30,8 +29,6 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.handshake import HandshakeAnswer
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.position_table import START
-
-_Mask = npt.NDArray[np.bool_]
 
 
 def no_such_end(partition: int, exact: int, seqno: int, high: int) -> SnapshotGoneError | None:
@@ -354,7 +351,7 @@ class PlainStarts:
     data_ids: U64
     horizons: U64
     until_now: bool
-    needs_log: _Mask = field(init=False)
+    needs_log: Mask = field(init=False)
 
     def __post_init__(self) -> None:
         self.needs_log = (self.seqnos == 0) | (self.failover_ids == 0)
@@ -384,7 +381,7 @@ class PlainStarts:
         )
         return cls(partitions, ids, seqnos, data_ids, horizons, until_now)
 
-    def plain(self, table: Partitions) -> _Mask:
+    def plain(self, table: Partitions) -> Mask:
         """Return where ``answer_start`` would say "started" with an answer that fits a record.
 
         Doubtful requests are left to it.
@@ -403,12 +400,12 @@ class PlainStarts:
             & ((self.data_ids == 0) | (self.data_ids == newest))
         )
         goes_on = (self.failover_ids == newest) & (held | nothing_held)
-        plain: _Mask = serves & (is_new | goes_on)
+        plain: Mask = serves & (is_new | goes_on)
         told = np.flatnonzero(plain & self.needs_log)
         plain[told] = [len(table.logs[i]) == 1 for i in p[told].tolist()]
         return plain
 
-    def requests(self, chosen: _Mask) -> list[StartRequest]:
+    def requests(self, chosen: Mask) -> list[StartRequest]:
         """Return the chosen records as single requests."""
         columns = (self.partitions, self.failover_ids, self.seqnos, self.data_ids, self.horizons)
         return [

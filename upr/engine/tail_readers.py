@@ -9,18 +9,15 @@ from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from upr.engine.streams import Messages
 from upr.engine.tail import WINDOW_BYTES, Tail, TailEntry, join_encoded
 from upr.storage.blocks import FEW_RUNS, summary
 from upr.storage.journal import NumberedWrite
 from upr.storage.read import Showing
-from upr_protocol.block import I64, U64, Runs, joined_runs, select_runs, slice_runs
+from upr_protocol.block import I64, U64, Mask, Runs, joined_runs, select_runs, slice_runs
 from upr_protocol.limits import FRAME_BYTES, PARTITIONS
 from upr_protocol.wire.codec import encode_block
-
-_Mask = npt.NDArray[np.bool_]
 
 JOINED_BYTES = 128 * 2**10
 """Most bytes of small blocks that become one."""
@@ -41,7 +38,7 @@ _State = tuple[U64, U64, U64 | None, U64 | None, U64 | None]
 @dataclass(slots=True)
 class _Group:
     next_entry: int
-    members: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(PARTITIONS, bool))
+    members: Mask = field(default_factory=lambda: np.zeros(PARTITIONS, bool))
 
 
 @dataclass(slots=True)
@@ -351,7 +348,7 @@ class TailReaders:
         return taken
 
     def _selection(
-        self, first: int, span: _Span, keep: _Mask, above: U64 | None, max_bytes: int
+        self, first: int, span: _Span, keep: Mask, above: U64 | None, max_bytes: int
     ) -> Selection:
         """Return the kept runs of a span as they are shown, from as many entries as ``max_bytes`` have room for.
 
@@ -450,7 +447,7 @@ def _reaches_beyond(group: _Group, runs: Runs, state: _State) -> bool:
     return bool((beyond & group.members[partitions]).any())
 
 
-def _writes(entry: TailEntry, kept: _Mask, above: U64 | None) -> Iterable[NumberedWrite]:
+def _writes(entry: TailEntry, kept: Mask, above: U64 | None) -> Iterable[NumberedWrite]:
     """Return the producers' writes of what is shown of an entry; see ``_selected``."""
     if kept.all() and above is None:
         return entry.writes
@@ -468,7 +465,7 @@ def _writes(entry: TailEntry, kept: _Mask, above: U64 | None) -> Iterable[Number
 
 def _selected(
     entry: TailEntry,
-    kept: npt.NDArray[np.bool_],
+    kept: Mask,
     showing: Showing,
     above: U64 | None,
 ) -> bytes:

@@ -56,12 +56,10 @@ from upr.storage.blocks import (
     tombstones_of,
 )
 from upr.storage.keyspace import hashes_of
-from upr_protocol.block import I64, RUN, U32, U64, Runs, joined_runs
+from upr_protocol.block import I64, RUN, U32, U64, Mask, Runs, joined_runs
 from upr_protocol.errors import CorruptBlockError, DataDamagedError, UprError
 from upr_protocol.limits import BLOCK_COLUMN_BYTES, PARTITIONS
 from upr_protocol.wire.codec import further_in, plain_bytes
-
-Flags = npt.NDArray[np.bool_]
 
 
 class PurgeLimits(NamedTuple):
@@ -78,7 +76,7 @@ class PurgeLimits(NamedTuple):
     never: U64
     very_old: int
 
-    def going(self, partitions: I64, seqnos: U64, times: I64) -> tuple[Flags, Flags]:
+    def going(self, partitions: I64, seqnos: U64, times: I64) -> tuple[Mask, Mask]:
         """Return which tombstones may be purged, and which whether or not readers have passed them; a flag a row."""
         free = (seqnos <= self.never[partitions]) & (times <= self.very_old)
         return free | (seqnos <= self.passed[partitions]) & (times <= self.old), free
@@ -99,7 +97,7 @@ class Purge:
     count: int
 
 
-def purge_of(seqnos: U64, free: Flags) -> Purge:
+def purge_of(seqnos: U64, free: Mask) -> Purge:
     """Return the purge of rows: their seqnos, at least one, and a flag for each that no reader holds."""
     held = seqnos[~free]
     return Purge(int(seqnos.max()), int(held.max()) if len(held) else 0, len(seqnos))
@@ -556,7 +554,7 @@ def _purged(
     return staying
 
 
-def _newest_rows_of(keys: Any, hashes: U32, partitions: I64, live: Flags) -> I64:
+def _newest_rows_of(keys: Any, hashes: U32, partitions: I64, live: Mask) -> I64:
     """Return the row numbers, ascending, of each partition's last row of each key among the live ones."""
     candidates = np.flatnonzero(live)
     alike = candidates[_alike(partitions[candidates], hashes[candidates])]
@@ -573,7 +571,7 @@ def _newest_rows_of(keys: Any, hashes: U32, partitions: I64, live: Flags) -> I64
     return np.flatnonzero(keep)
 
 
-def _alike(partitions: I64, hashes: U32) -> Flags:
+def _alike(partitions: I64, hashes: U32) -> Mask:
     """Return which rows may have the key of another one in their partition: the hash is that of another one."""
     told = partitions.astype(np.uint64) << np.uint64(32) | hashes
     again = repeated(told)
@@ -718,7 +716,7 @@ class Examined:
 
     partition: int
     heads: tuple[Head, ...]
-    keep: list[Flags]
+    keep: list[Mask]
     lost: list[float]
     purge: Purge | None
 
@@ -793,7 +791,7 @@ def examine(chosen: BlockRange, read: ReadBlocks, limits: PurgeLimits | None) ->
 
 def _compare(
     chosen: BlockRange, read: ReadBlocks, passes: int
-) -> tuple[Flags, list[float], tuple[Any, ...]]:
+) -> tuple[Mask, list[float], tuple[Any, ...]]:
     """Return a flag for each row that is the newest of its key; which part of each block's bytes the others have; and the
     tombstones, as ``tombstones_of``."""
     keep = np.zeros(chosen.rows, bool)
@@ -845,7 +843,7 @@ def _row_bytes(block: Encoded) -> npt.NDArray[np.int32]:
 
 
 def _purge(
-    partition: int, keep: Flags, tombstones: tuple[Any, ...], limits: PurgeLimits
+    partition: int, keep: Mask, tombstones: tuple[Any, ...], limits: PurgeLimits
 ) -> Purge | None:
     """Clear the flags of the tombstones that may be purged, and return them as a Purge."""
     rows, seqnos, times = (column[keep[tombstones[0]]] for column in tombstones)
@@ -856,7 +854,7 @@ def _purge(
     return purge_of(seqnos[going], free[going])
 
 
-def _newest(keys: Any) -> Flags:
+def _newest(keys: Any) -> Mask:
     codes = keys.dictionary_encode().indices.to_numpy(zero_copy_only=False)
     newest: I64 = np.full(int(codes.max()) + 1 if len(codes) else 0, -1, np.int64)
     for first in range(0, len(codes), _ASSIGN_ROWS):
