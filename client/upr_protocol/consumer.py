@@ -4,8 +4,7 @@ No I/O, clock or wire: a shell passes in the server's messages in their order, a
 of all partitions lies in arrays, so a frame costs a few statements whatever its number of runs,
 and nothing at all for each mutation.
 
-Source: specification, "Handshakes" and "Snapshot Markers and Deduplication"; the project's design, "Handshake",
-"Following" and the invariant "A position has a horizon".
+Source: specification, "Handshakes" and "Snapshot Markers and Deduplication".
 """
 
 import enum

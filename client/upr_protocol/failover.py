@@ -1,7 +1,6 @@
 """Failover ids, failover records and the failover log of one partition; tokens of writes, which a log has or has not.
 
-Source: the specification, "Partition Failover Record" and "Partition Failover Log", and the project's design,
-"Failover log". Everything here is a value: a log is never changed, each method gives a new one.
+Source: specification, "Partition Failover Record" and "Partition Failover Log". Everything here is a value: a log is never changed, each method gives a new one.
 """
 
 import operator
@@ -45,8 +44,6 @@ def _check_range(value: int, name: str, low: int, high: int) -> int:
 
 def check_failover_id(failover_id: int) -> int:
     """Return the failover id when it is one, 1 to 2^64 - 1.
-
-    Source: design, "Handshake": absent means new, 0 is an error.
 
     Raises:
         InvalidArgumentError: it is 0, negative, too large or not an integer.
@@ -267,7 +264,7 @@ class FailoverLog:
 
         Records above ``seqno`` go first: they describe a branch that this node does not have. Records at exactly
         ``seqno`` stay, their histories are whole in it. Then the new one is added, and only the newest ``limit``
-        (1 or more) are kept. Source: design, "Failover log".
+        (1 or more) are kept.
 
         Raises:
             InvalidArgumentError: a number is out of range, or the id is in the log already.

@@ -1,8 +1,8 @@
 """Flow of a call, at both ends: credit for bytes on the way, heartbeats, and the end of a silent peer.
 
-Source: the project's design, "Following" and its limits. The server pulls; one value larger than the whole credit still
-goes through. An idle server sends heartbeats, the client answers, silence for three intervals ends the call at
-either side. The caller has the clock: it passes the time to every method, in seconds of a monotonic clock.
+The server pulls; one value larger than the whole credit still goes through. An idle server sends heartbeats, the client
+answers, silence for three intervals ends the call at either side. The caller has the clock: it passes the time to every
+method, in seconds of a monotonic clock.
 """
 
 from upr_protocol.errors import InvalidArgumentError

@@ -1,6 +1,6 @@
 """The handshake: the server's answers to Hello and Start, the client's decision on them, and where it resumes.
 
-Source: specification, "Handshakes"; the project's design, "Handshake". All functions are pure.
+Source: specification, "Handshakes". All functions are pure.
 """
 
 import enum
@@ -135,7 +135,7 @@ def answer_start(
 ) -> HandshakeAnswer:
     """Answer a Start for what is above ``seqno``. The caller opens the cursor in the same step.
 
-    Source: specification, "Handshakes", step 3; design, "Handshake".
+    Source: specification, "Handshakes", step 3.
 
     Args:
         log: the partition's failover log.
@@ -221,8 +221,8 @@ def resume_after_rollback(
 ) -> ResumePoint:
     """Return where a client resumes after the answer "roll back to ``rollback_seqno``".
 
-    Source: specification, "Handshakes", step 2 (a marker before that seqno, else from scratch); design,
-    "Handshake": an id lost means a new client. Data without a verifiable history is undone.
+    Source: specification, "Handshakes", step 2 (a marker before that seqno, else from scratch). Data without a verifiable
+    history is undone.
 
     Args:
         position: its position.
@@ -266,7 +266,7 @@ def older_ids_to_try(position: Position) -> list[tuple[int, int]]:
     server's answer to the first of these ids that it knows is where to roll back to. Empty when the own log cannot
     tell: there is none, or it lacks the position's id, so that it is older than the data.
 
-    Source: specification, "Additional notes on handshakes" (try different ids); design, "Handshake".
+    Source: specification, "Additional notes on handshakes" (try different ids).
     """
     log = position.log
     if log is None or position.failover_id is None or position.failover_id not in log:

@@ -2,8 +2,7 @@
 sizes, durations and partitions.
 
 Units are in the names. A limit that bounds what a peer may send is checked where the message enters, and
-the error names the value and the limit. Source: the specification ("Terminology"), and the project's design
-for what the specification leaves open.
+the error names the value and the limit. Source: the specification ("Terminology").
 """
 
 import re

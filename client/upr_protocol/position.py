@@ -1,8 +1,7 @@
 """Positions: what a consumer remembers of one partition, its stored form, and the thinned history of its markers.
 
 Source: specification, "Handshakes" and "Snapshot Markers and Deduplication" (clients keep some history of received
-markers); the project's design, "Words, limits, defaults" (a position) and "Handshake" (the newest 16 markers, then
-exponentially, at least 2).
+markers).
 """
 
 import json
