@@ -33,7 +33,7 @@ from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, second
 from upr.service.overload.frame_rounds import Rounds
 from upr.service.overload.gate import parsed
 from upr.service.overload.intake import Context, Intake, shed_error
-from upr.service.overload.sending_room import Sender, SendingRoom
+from upr.service.overload.sending_room import SLOW_BYTES_A_SECOND, Sender, SendingRoom
 from upr.service.replica_tables import TableFeed
 from upr.service.sight import traces
 from upr.service.sight.counts import count_reason
@@ -61,8 +61,6 @@ log = logging.getLogger(__name__)
 SMALL_BYTES = 64 * 2**10
 """A follower whose frames are smaller than this, and hold all that there is, sends them in rounds."""
 HALF_CLOSE_SECONDS = 5.0
-SLOW_BYTES_A_SECOND = 64 * 2**10
-"""Slowest accepted rate for a message larger than a frame."""
 UNSENT_ANSWERS_MAX = 4
 LOST_SECONDS = 0.05
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from upr.engine.streams import SHUTTING_DOWN, EndReason, too_slow
 from upr.service.buckets.catalog import Catalog
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of
-from upr.service.overload.sending_room import Sender, SendingRoom
+from upr.service.overload.sending_room import SLOW_BYTES_A_SECOND, Sender, SendingRoom
 from upr.service.storage_trouble import words_of
 from upr.service.text.feed import Feed, Lines
 from upr.service.text.lines import (
@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 LEAVE_SECONDS: Final = 5.0
 """Longest time for what was said last to be taken."""
 READ_BYTES: Final = 16 * 2**10
-SLOW_BYTES_A_SECOND: Final = 64 * 2**10
-"""Slowest accepted rate for a piece of text larger than others."""
 AT_ONCE_BYTES: Final = 32 * 2**10
 """Size from which the lines of a frame are made in a thread."""
 LINES_AT_ONCE: Final = PARTITIONS
