@@ -10,7 +10,7 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 import grpc
@@ -26,7 +26,7 @@ from upr_protocol.wire.v1 import types_pb2 as types
 
 LARGE: Final = 20 * 2**20
 _ALL: Final = range(PARTITIONS)
-Attack = Callable[[str], Awaitable[None]]
+Attack = Callable[[str], Coroutine[Any, Any, None]]
 
 
 async def _again(action: Callable[[], Awaitable[Any]]) -> None:
@@ -40,6 +40,18 @@ async def _again(action: Callable[[], Awaitable[Any]]) -> None:
 
 async def _many(count: int, action: Callable[[], Awaitable[Any]]) -> None:
     await asyncio.gather(*(_again(action) for _ in range(count)))
+
+
+async def _ask_on(target: str, count: int, ask: Callable[[RawClient], Awaitable[Any]]) -> None:
+    """Have clients ask over and over, each over a connection that outlasts refusals."""
+
+    async def one() -> None:
+        async with RawClient(target) as client:
+            while True:
+                with contextlib.suppress(grpc.RpcError):
+                    await ask(client)
+
+    await _many(count, one)
 
 
 def _large_block() -> Any:
@@ -96,31 +108,14 @@ async def idle_writers(target: str) -> None:
 async def compressed_hellos(target: str) -> None:
     """120 Hellos of nearly 24 MiB that travel as some KiB."""
     request = changes.HelloRequest(bucket="x" * (23 * 2**20))
-
-    async def hello() -> None:
-        async with RawClient(target) as client:
-            while True:
-                with contextlib.suppress(grpc.RpcError):
-                    await client.changes.Hello(
-                        request, timeout=30, compression=grpc.Compression.Gzip
-                    )
-
-    await _many(120, hello)
+    packed = grpc.Compression.Gzip
+    await _ask_on(target, 120, lambda c: c.changes.Hello(request, timeout=30, compression=packed))
 
 
 async def long_names(target: str) -> None:
     """8 calls at a time with names of 20 MiB."""
-    name = "n" * LARGE
-
-    async def create() -> None:
-        async with RawClient(target) as client:
-            while True:
-                with contextlib.suppress(grpc.RpcError):
-                    await client.admin.CreateBucket(
-                        admin.CreateBucketRequest(name=name), timeout=30
-                    )
-
-    await _many(8, create)
+    request = admin.CreateBucketRequest(name="n" * LARGE)
+    await _ask_on(target, 8, lambda client: client.admin.CreateBucket(request, timeout=30))
 
 
 async def silent_followers(target: str) -> None:
@@ -233,31 +228,19 @@ async def cuts(target: str) -> None:
     """10 clients that create cuts under ever new names without a pause."""
     names = itertools.count()
 
-    async def create() -> None:
-        async with RawClient(target) as client:
-            while True:
-                request = changes.CreateCutRequest(
-                    bucket="default", name=f"attack-{os.getpid()}-{next(names)}", lease_seconds=5
-                )
-                with contextlib.suppress(grpc.RpcError):
-                    await client.changes.CreateCut(request, timeout=30)
+    def create(client: RawClient) -> Awaitable[Any]:
+        name = f"attack-{os.getpid()}-{next(names)}"
+        request = changes.CreateCutRequest(bucket="default", name=name, lease_seconds=5)
+        return client.changes.CreateCut(request, timeout=30)  # type: ignore[no-any-return]
 
-    await _many(10, create)
+    await _ask_on(target, 10, create)
 
 
 async def wrong_tokens(target: str) -> None:
     """8 clients that ask for the status with a token that nobody has, without a pause."""
     shown = (("authorization", "Bearer upr_made-up"),)
-
-    async def ask() -> None:
-        async with RawClient(target) as client:
-            while True:
-                with contextlib.suppress(grpc.RpcError):
-                    await client.admin.GetStatus(
-                        admin.GetStatusRequest(), metadata=shown, timeout=60
-                    )
-
-    await _many(8, ask)
+    request = admin.GetStatusRequest()
+    await _ask_on(target, 8, lambda c: c.admin.GetStatus(request, metadata=shown, timeout=60))
 
 
 async def consumers(target: str) -> None:
@@ -294,22 +277,13 @@ async def consumers(target: str) -> None:
 
 
 ATTACKS: Final[dict[str, Attack]] = {
-    "large-writes": large_writes,
-    "large-writers": large_writers,
-    "tail-writers": tail_writers,
-    "idle-writers": idle_writers,
-    "compressed-hellos": compressed_hellos,
-    "long-names": long_names,
-    "silent-followers": silent_followers,
-    "wide-producers": wide_producers,
-    "silent-sockets": silent_sockets,
-    "follow-calls": follow_calls,
-    "hellos": hellos,
-    "starts": starts,
-    "gets": gets,
-    "cuts": cuts,
-    "consumers": consumers,
-    "wrong-tokens": wrong_tokens,
+    attack.__name__.replace("_", "-"): attack
+    for attack in (
+        *(large_writes, large_writers, tail_writers, idle_writers),
+        *(compressed_hellos, long_names, silent_followers, wide_producers),
+        *(silent_sockets, follow_calls, hellos, starts),
+        *(gets, cuts, consumers, wrong_tokens),
+    )
 }
 GUARDED: Final = frozenset({"wrong-tokens"})
 """Attacks on a server with identities."""
@@ -322,11 +296,7 @@ def main() -> None:
     if not socket.inet_aton(address).startswith(b"\x7f"):
         sys.exit(f"error: target is {target}; must be an address of 127.0.0.0/8")
     os.nice(19)
-    asyncio.run(_start(ATTACKS[name], target))
-
-
-async def _start(attack: Attack, target: str) -> None:
-    await attack(target)
+    asyncio.run(ATTACKS[name](target))
 
 
 if __name__ == "__main__":
