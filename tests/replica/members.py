@@ -90,7 +90,7 @@ async def start_set(start: Start, replicas: int = 1) -> list[Member]:
 async def leave_alone(member: Member) -> None:
     """Have a server follow nobody, and meet nobody by itself."""
     member.ownership._paused = True
-    await member.ownership.follow_nobody()
+    await member.ownership.following.end()
 
 
 async def joined(*members: Member) -> None:

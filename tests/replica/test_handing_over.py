@@ -12,7 +12,7 @@ from tests.harness import WAIT_SECONDS, pass_turns, until
 from tests.replica.members import Start, leave_alone, never, start_set
 from tests.service.keys import some_keys
 from upr.engine.partitions import ACTIVE
-from upr.replica import ownership, replication
+from upr.replica import following, ownership, replication
 from upr.replica.inventory import Inventory, Promoted, told_once
 from upr.replica.ownership import Ownership
 from upr.replica.replica_service import ReplicaMethods
@@ -89,8 +89,8 @@ async def test_buckets_are_carried_over_as_the_old_owner_has_them(
         await until(lambda: new.names == ["default", "to go"] and new.ownership.in_step)
         # Nobody looks at the list until somebody takes over.
         monkeypatch.setattr(replication, "LIST_SECONDS", 1000.0)
-        await until(lambda: new.ownership._replication is not None)
-        replicating = new.ownership._replication
+        await until(lambda: new.ownership.following.replication is not None)
+        replicating = new.ownership.following.replication
         assert replicating is not None
         await replicating.matched()
         await client.admin.drop_bucket("to go")
@@ -239,7 +239,7 @@ async def test_what_a_counted_server_does_not_give_is_named_and_given_up_by_forc
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new, third = await start_set(start, replicas=2)
-    monkeypatch.setattr(ownership, "GATHER_SECONDS", 0.3)
+    monkeypatch.setattr(following, "GATHER_SECONDS", 0.3)
     held = third.ownership.inventory.now
 
     def more(**as_copy: bool) -> dict[int, Held]:
@@ -438,7 +438,7 @@ async def test_one_that_gathered_in_vain_follows_registered_again(start: Start) 
     host, directory = old.host, new.ownership.standing.directory
     # Its call of before ends at the owner a moment later.
     await until(lambda: not old.ownership.peers.registered(directory))
-    new.ownership._follow((old.target,), True, old.ownership.standing.directory)
+    new.ownership.following.begin((old.target,), True, old.ownership.standing.directory)
     await until(lambda: directory in {one.options.directory for one in host.bucket.followers})
     assert not old.ownership.peers.registered(directory)
     new.ownership._paused = False
@@ -509,7 +509,7 @@ async def test_what_is_dead_here_is_named_at_once_and_given_up_alone(
     await old.stop()
     new.ownership._paused = third.ownership._paused = False
     # Nobody waits for what cannot come.
-    monkeypatch.setattr(ownership, "GATHER_SECONDS", 1e6)
+    monkeypatch.setattr(following, "GATHER_SECONDS", 1e6)
     with pytest.raises(UprError) as refused:
         async with asyncio.timeout(8):
             await new.ownership.promote()
@@ -619,8 +619,8 @@ async def test_a_replica_that_follows_the_next_owner_is_answered_when_that_is_ac
     promoting = asyncio.create_task(new.ownership.promote(takeover=True))
     directory = new.ownership.standing.directory
     await until(lambda: other.ownership.standing.candidate == directory)
-    await other.ownership.follow_nobody()
-    other.ownership._follow((new.target,), False, directory)
+    await other.ownership.following.end()
+    other.ownership.following.begin((new.target,), False, directory)
     await asked.wait()
     await pass_turns(10)
     # It takes the time in which the buckets become active.
@@ -635,7 +635,7 @@ async def test_tables_that_are_given_up_by_force_are_told(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, new = await start_set(start)
-    monkeypatch.setattr(ownership, "GATHER_SECONDS", 0.1)
+    monkeypatch.setattr(following, "GATHER_SECONDS", 0.1)
     monkeypatch.setattr(Inventory, "has_tables", lambda *_: False)
     async with AsyncClient(new.target, token="t", retry_seconds=0) as client:
         done = await client.admin.promote(force=True)
@@ -648,7 +648,7 @@ async def test_another_owner_at_the_address_of_the_last_one_is_followed(
 ) -> None:
     _, new, third = await start_set(start, replicas=2)
     await new.stop()
-    before, directory = third.ownership._replication, new.ownership.standing.directory
+    before, directory = third.ownership.following.replication, new.ownership.standing.directory
     assert before is not None
     peers, row = third.ownership.peers, third.ownership.standing.row
     await until(lambda: before.directory == row.owner)
@@ -657,9 +657,9 @@ async def test_another_owner_at_the_address_of_the_last_one_is_followed(
     await third.ownership.learned(
         Row(row.epoch + 1, 0, directory, True, row.counted), row.epoch + 1
     )
-    await until(lambda: third.ownership._replication not in (None, before))
-    assert third.ownership._replication is not None
-    assert third.ownership._replication.directory == directory
+    await until(lambda: third.ownership.following.replication not in (None, before))
+    assert third.ownership.following.replication is not None
+    assert third.ownership.following.replication.directory == directory
 
 
 @pytest.mark.asyncio

@@ -64,7 +64,7 @@ async def join_in_part(
 
     with monkeypatch.context() as patched:
         patched.setattr(TableFeed, "_tell", all_but_their_end)
-        joins.ownership._follow((old.target,), False, old.ownership.standing.directory)
+        joins.ownership.following.begin((old.target,), False, old.ownership.standing.directory)
         await until(lambda: joins.seqno(A) == 2)
         await poll(numbers, lambda found: found == {2})
         if flushes:
@@ -109,10 +109,10 @@ async def test_who_lost_its_owner_while_the_end_of_its_join_was_stored_promises_
             assert may_return.wait(WAIT_SECONDS)
 
     monkeypatch.setattr(Store, "put_joining", held_up)
-    third.ownership._follow((old.target,), False, old.ownership.standing.directory)
+    third.ownership.following.begin((old.target,), False, old.ownership.standing.directory)
     await until(lambda: third.seqno(A) == 2 and store.joining() is None)
     assert third.upstream_state.joining is None
-    await third.ownership.follow_nobody()
+    await third.ownership.following.end()
     may_return.set()
     await old.stop()
     owner = new if gives else third

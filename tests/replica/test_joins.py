@@ -26,7 +26,7 @@ from tests.replica.members import (
 from tests.storage.closed import Closed
 from upr.config import ServerConfig
 from upr.engine.recovery import Undo
-from upr.replica import ownership
+from upr.replica import following
 from upr.replica.inventory import held_of
 from upr.replica.ownership import Ownership
 from upr.replica.peers import Peers
@@ -66,7 +66,7 @@ def meanwhile(
             return
         with monkeypatch.context() as patch:
             patch.setattr(TableFeed, "_tell", never)
-            self._follow((old.target,), False, old.ownership.standing.directory)
+            self.following.begin((old.target,), False, old.ownership.standing.directory)
             await until(came)
             await old.stop()
 
@@ -96,7 +96,7 @@ async def test_of_other_partitions_than_those_that_are_fetched_nothing_counts_as
 async def test_a_claim_that_a_join_overtook_ends_with_an_owner(
     start: Start, monkeypatch: pytest.MonkeyPatch, rows_of_third: int
 ) -> None:
-    monkeypatch.setattr(ownership, "GATHER_SECONDS", 3.0)
+    monkeypatch.setattr(following, "GATHER_SECONDS", 3.0)
     old, new, third = await start_apart(start)
     if rows_of_third == 2:
         await leave_alone(third)
@@ -124,7 +124,7 @@ async def test_a_claim_that_a_join_overtook_ends_with_an_owner(
 async def test_who_holds_a_part_of_a_stretch_takes_the_rest_of_one_that_has_less(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "GATHER_SECONDS", 3.0)
+    monkeypatch.setattr(following, "GATHER_SECONDS", 3.0)
     old, new, third = await start_apart(start)
     await leave_alone(third)
     await new.begin_join()
@@ -238,7 +238,7 @@ async def test_a_claim_is_tried_again_where_the_former_owner_is_back(
 async def test_what_tables_named_that_are_not_followed_any_more_is_not_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "GATHER_SECONDS", 2.0)
+    monkeypatch.setattr(following, "GATHER_SECONDS", 2.0)
     old, new, third = await start_apart(start)
     await leave_alone(third)
     new.upstream_state.begin_tables()

@@ -183,7 +183,7 @@ async def test_a_promotion_whose_disk_is_full_before_it_has_everything_ends(
     await joined(behind)
     await leave_alone(behind)
     monkeypatch.setattr(behind.host.disk, "append", full)
-    monkeypatch.setattr("upr.replica.ownership.GATHER_SECONDS", 0.5)
+    monkeypatch.setattr("upr.replica.following.GATHER_SECONDS", 0.5)
     await write(owner, 1)
     await owner.stop()
     async with asyncio.timeout(WAIT_SECONDS / 4):
@@ -496,26 +496,26 @@ async def test_nothing_is_promised_of_a_damaged_bucket(
 async def test_a_promise_in_between_lets_it_follow_nobody(
     ownership: Ownership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow_nobody = ownership.follow_nobody
+    end = ownership.following.end
 
     async def promises() -> None:
-        await follow_nobody()
+        await end()
         await ownership.store(lambda standing: standing.promise(2, "other"))
 
-    monkeypatch.setattr(ownership, "follow_nobody", promises)
+    monkeypatch.setattr(ownership.following, "end", promises)
     await ownership._follow_owner()
-    assert ownership._following is None
+    assert ownership.following.task is None
 
 
 @pytest.mark.asyncio
 async def test_who_has_promised_takes_nothing_from_the_owner_before(ownership: Ownership) -> None:
     await ownership._follow_owner()
-    task = ownership._following
+    task = ownership.following.task
     assert task is not None
     assert await ownership.promise(2, "other", CLAIM) is not None
     assert task.done()
     await ownership._follow_owner()
-    assert ownership._following is None
+    assert ownership.following.task is None
 
 
 @pytest.mark.asyncio

@@ -41,7 +41,7 @@ class Part:
         ownership: Any = SimpleNamespace(
             active=True,
             claiming=False,
-            unfollowed=None,
+            following=SimpleNamespace(problem=None),
             fencing=fencing,
             inventory=SimpleNamespace(upstream_states={}, unfit=None),
         )

@@ -45,7 +45,7 @@ async def test_a_promotion_ends_with_its_server(
             await promoting
     await until(lambda: not new.ownership.claiming)
     assert new.ownership.standing.promised == old.ownership.standing.promised == 1
-    assert new.ownership._following is None
+    assert new.ownership.following.task is None
     assert old.ownership.active
 
 

@@ -7,9 +7,8 @@ A server that was the owner when it was stopped asks the others before it serves
 
 import asyncio
 import contextlib
-import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 
@@ -19,25 +18,23 @@ from upr.engine.partitions import ACTIVE, DEAD
 from upr.engine.recovery import Undo
 from upr.replica.counted_replicas import CountedReplicas, check_owns
 from upr.replica.fencing import Fencing, Rows, check_seen, claimed_too, is_released
+from upr.replica.following import Following, check_mine
 from upr.replica.inventory import (
     Inventory,
     Lost,
     Promoted,
     by_version,
     durable,
-    given_up,
     in_one_order,
 )
 from upr.replica.links import Links
 from upr.replica.peers import MEET_SECONDS, Answer, Peers
-from upr.replica.replication import Replication
 from upr.service.buckets.catalog import Catalog
 from upr.service.storage_trouble import PASSING, words_of
 from upr.storage.directory import Stored
 from upr_protocol.errors import (
     DataDamagedError,
     StorageFailedError,
-    UnavailableError,
     UprError,
     shown,
 )
@@ -55,9 +52,6 @@ from upr_protocol.ownership import (
 
 log = logging.getLogger(__name__)
 
-GATHER_SECONDS = 10.0
-"""Longest time in which nothing comes while data is gathered."""
-GATHER_LOOK_SECONDS = 0.002
 RESUME_SECONDS = 3.0
 """Shortest time between two attempts to take the ownership back."""
 CLAIMS_MAX = 5
@@ -86,28 +80,28 @@ class Ownership:
         self._catalog = catalog
         self._config = config
         self._address = address
-        self._links = Links(config.peer_ca, config.tls_cert, config.tls_key, config.peer_token)
+        links = Links(config.peer_ca, config.tls_cert, config.tls_key, config.peer_token)
         self.peers = Peers(
-            catalog, address, self._links, meets=config.meets, upstreams=config.replicate_from
+            catalog, address, links, meets=config.meets, upstreams=config.replicate_from
         )
         self.inventory = Inventory(catalog)
+        self.following = Following(catalog, address, links, self.peers, self.inventory)
         self.fencing = None if rows is None else Fencing(rows, catalog, self.peers)
         catalog.servers = self._servers
         catalog.is_newest = self._is_newest
         catalog.check_only = self.peers.check_only
-        self._fences, self._is_stepping_down = 0, False
+        self._fences = 0
+        self._is_stepping_down = False
         self.active = not catalog.replica
         self.waiting = self._waits_for = ""
-        self.drained, self.joins = False, ("", "")
+        self.drained = False
+        self.joins = ("", "")
         self._claiming = asyncio.Lock()
         # Held while buckets change their role: a promise waits for an activation, and sees it.
         self._changing = asyncio.Lock()
         self._storing = asyncio.Lock()
-        self._following: asyncio.Task[None] | None = None
-        self._replication: Replication | None = None
-        # Whom it follows, and whether anonymously.
-        self._followed: tuple[tuple[str, ...], bool] = ((), False)
-        self._took_back_at, self._paused = -RESUME_SECONDS, False
+        self._took_back_at = -RESUME_SECONDS
+        self._paused = False
         self.counted_replicas = CountedReplicas(catalog, self.peers, self.fencing, self.store)
         if self.active:
             self.inventory.serving = self.standing.row.epoch
@@ -264,19 +258,6 @@ class Ownership:
 
     # Following
 
-    @property
-    def unfollowed(self) -> UprError | None:
-        """Why no upstream is followed, where there is no bucket yet that would tell."""
-        replication = None if self._catalog.hosts else self._replication
-        return None if replication is None else replication.problem
-
-    async def follow_nobody(self) -> None:
-        task, self._following, self._followed = self._following, None, ((), False)
-        self._replication = None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
     async def _follow_owner(self) -> None:
         """Follow the owner, unless this server owns or promised; before one is known, what the command line says."""
         standing = self.standing
@@ -290,41 +271,13 @@ class Ownership:
         targets: tuple[str, ...] = (address,) if address else ()
         if not standing.row.epoch and self.fencing is None:
             targets = self._config.replicate_from
-        wanted = targets, self._config.anonymous
-        if self._following is not None and self._following.done():
-            if not self._following.cancelled() and (error := self._following.exception()):
-                log.error("following the owner failed", exc_info=error)
-            self._following = None
-        is_same = self._following is not None and wanted == self._followed
-        if is_same and self._follows(owner):
+        anonymous = self._config.anonymous
+        if self.following.goes_on(targets, anonymous, owner):
             return
-        await self.follow_nobody()
+        await self.following.end()
         # What is awaited may have let in a promise or a promotion.
         if targets and self.standing == standing and not (self.active or self._paused):
-            self._follow(targets, self._config.anonymous, owner)
-
-    def _follows(self, directory: str) -> bool:
-        """Return whether the server that is followed is this one; where any would do, it must be this one from now on."""
-        replication = self._replication
-        if replication is None or replication.directory not in ("", directory):
-            return False
-        replication.directory = directory
-        return True
-
-    def _follow(
-        self,
-        targets: tuple[str, ...],
-        anonymous: bool,
-        directory: str,
-        only: Mapping[int, Mapping[int, int]] | None = None,
-    ) -> Replication:
-        """Follow from now on; who follows somebody stops that first."""
-        replication = Replication(
-            self._catalog, targets, anonymous, self._address, self._links, directory, only
-        )
-        self._replication, self._followed = replication, (targets, anonymous)
-        self._following = asyncio.create_task(replication.run())
-        return replication
+            self.following.begin(targets, anonymous, owner)
 
     # Promising
 
@@ -365,7 +318,7 @@ class Ownership:
                 return None
             if candidate != after.directory:
                 # The candidate goes on taking what the former owner has until it gathers, or serves.
-                await self.follow_nobody()
+                await self.following.end()
             await self.step_down(fenced=False)
             await self._settle(force=force, gives=candidate != after.directory)
             changes = {h.bucket.identity.version: h.table_changes for h in self._catalog.hosts}
@@ -552,7 +505,7 @@ class Ownership:
         last = "" if previous is None else previous.directory
         lost, tables = list[Lost](), set[int]()
         while True:
-            self._check_mine(claim)
+            check_mine(self.standing, claim)
             # Of buckets that the former owner has not, if it confirms, nothing is taken: they were dropped.
             sure = claim.confirmer in answers and answers[last].confirmed
             told = [answers[last]] if sure else answers.values()
@@ -592,12 +545,14 @@ class Ownership:
                 )
             elif sure and last != me and not handed_over:
                 handed_over = True
-                lost += await self._gather(claim, last, answers, force, None, tables)
-            elif self._following is not None:
-                await self._stop_taking()
+                lost += await self.following.gather(claim, last, answers, force, None, tables)
+            elif self.following.task is not None:
+                await self.following.stop_taking()
             elif isinstance(step, Follow):
                 only = by_version(step, versions)
-                lost += await self._gather(claim, step.directory, answers, force, only, tables)
+                lost += await self.following.gather(
+                    claim, step.directory, answers, force, only, tables
+                )
             else:
                 if force:
                     tables |= self.inventory.out_of_step()
@@ -605,103 +560,6 @@ class Ownership:
                 end.lost = self.inventory.short_of(lost)
                 end.tables = sorted(map(self.inventory.named, tables))
                 return end
-
-    def _check_mine(self, claim: Claim) -> None:
-        standing = self.standing
-        if (standing.promised, standing.candidate) != (claim.row.epoch, standing.directory):
-            raise UnavailableError(
-                f"epoch {standing.promised} was claimed by another server meanwhile",
-                hint="'upr-admin topology' shows who is active",
-            )
-
-    async def _gather(
-        self,
-        claim: Claim,
-        directory: str,
-        answers: dict[str, Answer],
-        force: bool,
-        only: Mapping[int, Mapping[int, int]] | None,
-        tables_lost: set[int],
-    ) -> list[Lost]:
-        """Follow a server that promised until what is lacking is here, durably, with the small tables.
-
-        Args:
-            only: the partitions that are lacking and how far, by bucket version; None for all that it has, its very buckets and all
-                that changed in their tables.
-            tables_lost: takes the versions of buckets whose tables it does not give, with ``force``.
-
-        Returns: what it has and cannot give, with ``force``.
-
-        Raises:
-            UprError: NOT_HEARD, it does not give everything.
-        """
-        address = self.peers.addresses.get(directory, "")
-        replication = self._replication
-        goes_on = only is None and self._followed[0] == (address,) and self._follows(directory)
-        if replication is None or not goes_on:
-            await self.follow_nobody()
-            await self._cut_off_above(only or {}, force=force)
-            replication = self._follow((address,), True, directory, only)
-        matching = asyncio.create_task(replication.matched())
-        answer, before, loop = answers[directory], None, asyncio.get_running_loop()
-        versions = sorted({*answer.held, *self.inventory.now()} if only is None else only)
-        try:
-            while True:
-                self._check_mine(claim)
-                lacking = self.inventory.lacking(answer, versions, only)
-                tables = only is not None or matching.done()
-                tables = tables and self.inventory.has_tables(answer, versions)
-                if tables and not lacking:
-                    await self.inventory.is_whole_up_to(only or {})
-                    return []
-                now = lacking, tables, self.inventory.received()
-                if now != before:
-                    before, until = now, loop.time() + GATHER_SECONDS
-                if loop.time() > until or (tables and self.inventory.is_refused(lacking)):
-                    break
-                await asyncio.sleep(GATHER_LOOK_SECONDS)
-            why = self.inventory.why_not(lacking, self._address())
-        finally:
-            matching.cancel()
-            if only is not None:
-                await self._stop_taking()
-        error = self.inventory.not_given(self.peers.named(directory), lacking, why)
-        if not force:
-            raise error
-        log.warning("given up", extra={"what": str(error)})
-        if not tables:
-            tables_lost |= {v for v in versions if not self.inventory.has_tables(answer, [v])}
-        return given_up(answer, lacking)
-
-    async def _cut_off_above(self, parts: Mapping[int, Mapping[int, int]], *, force: bool) -> None:
-        """Cut off what a promotion does not keep in partitions that another server continues: it may have less than that.
-
-        Numbers of producers that ran ahead of their rows go too, or those of the other server would give way to them.
-        """
-        kept = self.inventory.now(as_copy=not force)
-        for host in self._catalog.hosts:
-            table, identity = host.bucket.partitions, host.bucket.identity
-            ends = kept[identity.version]["marker"]
-            followed = {p: table.logs[p] for p in parts.get(identity.version, ())}
-            undo = {
-                p: Undo(int(ends[p]), log, int(table.epoch[p]))
-                for p, log in followed.items()
-                if table.high[p] > ends[p] and table.state[p] != DEAD
-            }
-            if undo:
-                host = await self._catalog.reopen(identity.name, undo)
-            if followed:
-                drop = functools.partial(host.disk.store.drop_ahead, followed, ends)
-                await host.disk.in_store_thread(drop)
-
-    async def _stop_taking(self) -> None:
-        """Follow nobody; what came is durable then, and counts where the tables came too."""
-        for upstream_state in self.inventory.upstream_states.values():
-            await upstream_state.end_join()
-        await self.follow_nobody()
-        await self._catalog.settled()
-        # Others claim only when this claim is over: it waits for no room.
-        await asyncio.gather(*(durable(host, waits=False) for host in self._catalog.hosts))
 
     async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:
         """Store that this server serves, then the records, then be active."""
@@ -780,7 +638,7 @@ class Ownership:
                         self._wait_for(None)
                 await asyncio.sleep(MEET_SECONDS)
         finally:
-            await self.follow_nobody()
+            await self.following.end()
 
     def _wait_for(self, error: Exception | None) -> None:
         """Remember what it waits for; the log has it once for each reason, as the words vary."""

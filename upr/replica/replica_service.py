@@ -68,7 +68,7 @@ class ReplicaMethods:
                 work.cancel()
             if self._works:
                 await asyncio.wait(self._works, timeout=_CANCEL_SECONDS)
-        await self._ownership.follow_nobody()
+        await self._ownership.following.end()
         await self._ownership.peers.close()
 
     async def _whole(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -97,7 +97,9 @@ class ReplicaMethods:
     def waiting(self) -> str:
         """What it waits for, in words; empty when for nothing."""
         ownership = self._ownership
-        return ownership.waiting or self._set_status.waiting or str(ownership.unfollowed or "")
+        return (
+            ownership.waiting or self._set_status.waiting or str(ownership.following.problem or "")
+        )
 
     @property
     def troubles(self) -> Mapping[str, UprError | None]:

@@ -157,7 +157,7 @@ class SetStatus:
         """What is wrong, by kind; None where nothing is."""
         fencing, cluster = self._ownership.fencing, self._cluster
         found = dict[str, UprError | None].fromkeys((ETCD, BUCKETS, GRANTS, COUNTED, COPIES, UNFIT))
-        found[UPSTREAM] = self._ownership.unfollowed
+        found[UPSTREAM] = self._ownership.following.problem
         if cluster is not None and (error := cluster.trouble) is not None:
             found[ETCD] = UprError(
                 f"cluster {cluster.name}: {error.message}",
