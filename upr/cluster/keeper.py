@@ -19,7 +19,7 @@ from upr.cluster.etcd import Etcd
 from upr.cluster.map import Buckets, MapRows
 from upr.cluster.registry import Found, Map, Place, Registry, decode_node, encode_node
 from upr.config import ServerConfig
-from upr.replica.fencing import is_claimed_too, old_map
+from upr.replica.fencing import ClaimedTooError, old_map
 from upr.replica.ownership import RESUME_SECONDS, Ownership
 from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.catalog import DEFAULT_BUCKET, Catalog
@@ -194,11 +194,10 @@ class Keeper:
         while True:
             try:
                 await self._look(ownership)
+            except ClaimedTooError:
+                log.info("another server claimed first")
             except (UprError, OSError, lmdb.Error) as error:
-                if is_claimed_too(error):
-                    log.info("another server claimed first")
-                else:
-                    self._tell("taking part in the cluster", error)
+                self._tell("taking part in the cluster", error)
             else:
                 # What ended a claim goes on until the next one.
                 if ownership.active or not self._has_just_tried:

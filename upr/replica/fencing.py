@@ -33,7 +33,12 @@ LAST_SECONDS = 10.0
 PREVIOUS_SECONDS = 1.0
 """Shortest wait for the promise of the server that served last: with it nobody else has to wait."""
 
-_CLAIMED_TOO = "another server claims the ownership too"
+
+class ClaimedTooError(UnavailableError):
+    """Another server's claim came before: of two that claim at once one loses, and nothing is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__("another server claims the ownership too", hint="try again")
 
 
 def boot_seconds() -> float:
@@ -57,20 +62,10 @@ def old_map(row: Row, known: Row) -> UprError:
     )
 
 
-def claimed_too() -> UprError:
-    """Return the error of a claim that another server's came before."""
-    return UnavailableError(_CLAIMED_TOO, hint="try again")
-
-
-def is_claimed_too(error: Exception) -> bool:
-    """Return whether an error is that: of two that claim at once one loses, and nothing is wrong."""
-    return isinstance(error, UnavailableError) and error.message == _CLAIMED_TOO
-
-
 def check_seen(seen: Row | None, basis: Row | None) -> None:
     """Raise where the row that is to be claimed is not the one for which it was this server's turn; None for any."""
     if seen not in (None, basis):
-        raise claimed_too()
+        raise ClaimedTooError
 
 
 class Rows(Protocol):

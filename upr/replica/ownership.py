@@ -17,7 +17,7 @@ from upr.config import ServerConfig
 from upr.engine.partitions import ACTIVE, DEAD
 from upr.engine.recovery import Undo
 from upr.replica.counted_replicas import CountedReplicas, check_owns
-from upr.replica.fencing import Fencing, Rows, check_seen, claimed_too, is_released
+from upr.replica.fencing import ClaimedTooError, Fencing, Rows, check_seen, is_released
 from upr.replica.following import Following, check_mine
 from upr.replica.inventory import (
     Inventory,
@@ -494,7 +494,7 @@ class Ownership:
                     return end
                 await self.store(lambda standing, newer=end.row: standing.learned(newer))  # type: ignore[misc]
                 above = end.epoch
-        raise claimed_too()
+        raise ClaimedTooError
 
     async def _drive(
         self, claim: Claim, answers: dict[str, Answer], force: bool, takeover: bool
@@ -565,7 +565,7 @@ class Ownership:
         """Store that this server serves, then the records, then be active."""
         given_up = claim.row.counted - step.row.counted
         if self.fencing is not None and not await self.fencing.rows.swap(claim.row, step.row):
-            raise claimed_too()
+            raise ClaimedTooError
         async with self._becoming_active():
             await self.store(lambda standing: standing.learned(step.row))
             failpoints.hit("promote.after_row")
@@ -728,7 +728,7 @@ class Ownership:
         self._took_back_at = asyncio.get_running_loop().time()
         seen = None if self.fencing is None else await self.fencing.basis(force=False)
         if seen is not None and seen.serving and seen.owner != self.standing.directory:
-            raise claimed_too()
+            raise ClaimedTooError
         await self.promote(seen=seen)
 
     def _is_left_alone(self, promised: int) -> bool:
