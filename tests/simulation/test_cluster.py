@@ -25,6 +25,7 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.disk_threads import Disk
 from upr.service.replica_tables import TableFeed
+from upr.storage.directory import Stored
 from upr.storage.journal import Commit
 from upr_client import AsyncClient, UprError
 from upr_protocol.errors import DataDamagedError, NoRoomError, UnavailableError
@@ -184,6 +185,47 @@ def test_an_owner_that_can_store_nothing_more_is_followed_and_confirms_nothing(
     assert world.promoted(first) == world.promoted(first, force=True) == "STORAGE_FAILED"
     first.kill()
     first.start()
+    world.settle()
+    world.check()
+
+
+def test_an_owner_on_a_disk_that_hangs_is_followed(
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call to the disk fails or ends, and all else goes on."""
+    first, *others = world.servers
+    acknowledged = world.counts["acknowledged at disk"]
+    ends = asyncio.Event()
+    append, in_store_thread, keep = Disk.append, Disk.in_store_thread, Catalog.keep_standing
+
+    async def hangs() -> None:
+        while running().host == first.host and not ends.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+    async def appends(disk: Disk, commit: Commit) -> int:
+        await hangs()
+        return await append(disk, commit)
+
+    async def stores(disk: Disk, call: Callable[[], Any]) -> Any:
+        await hangs()
+        return await in_store_thread(disk, call)
+
+    async def keeps(catalog: Catalog, stored: Stored) -> None:
+        await hangs()
+        await keep(catalog, stored)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "append", appends)
+        patched.setattr(Disk, "in_store_thread", stores)
+        patched.setattr(Catalog, "keep_standing", keeps)
+        world.until(lambda: any(s.active for s in others), 40, "replaced")
+        assert not first.active
+        world.until(lambda: world.counts["acknowledged at disk"] > acknowledged, 20, "written")
+        # Its key is there again, and it claims nothing.
+        world.pass_time(10.0)
+        assert any(s.active for s in others)
+        ends.set()
+        world.pass_time(1.0)
     world.settle()
     world.check()
 

@@ -26,6 +26,7 @@ from upr.service.buckets.catalog import DEFAULT_BUCKET, Catalog
 from upr.service.buckets.keepers import lasting
 from upr_protocol.errors import (
     InvalidArgumentError,
+    StorageFailedError,
     UnavailableError,
     UnknownOutcomeError,
     UprError,
@@ -47,6 +48,8 @@ TURN_SECONDS = 1.0
 """Time that each further counted server waits before it claims."""
 VAIN_SECONDS = 10.0
 """Time after which others claim where nobody served: who claimed cannot end it."""
+HANGS_SECONDS = 10.0
+"""Time in which nothing that an owner writes comes on its disk, and no error either, after which it gives the ownership up."""
 _AWAY_HINT = "who is active goes on; until etcd answers nobody else becomes that, and nobody is counted or taken out"
 
 
@@ -70,6 +73,9 @@ class Keeper:
         self._asked_at = self._set_at = 0.0
         self._tried_at = self._matched_at = -RESUME_SECONDS
         self._claimed: Row | None = None
+        # How long what is being written to disk has been that, as often as it was looked at.
+        self._hanging: dict[tuple[int, int], float] = {}
+        self._looked_at = 0.0
         # The last time at which not both witnesses said that the owner is gone, and at which somebody was to serve.
         self._gone_at = self._served_at = 0.0
         # Who is in the row, with its first epoch there.
@@ -267,8 +273,8 @@ class Keeper:
         if self._has_just_tried or ownership.claiming:
             return
         if ownership.active:
-            if ownership.inventory.failure is not None:
-                await self._give_up(ownership)
+            if (why := ownership.inventory.failure or self._hang(ownership, now)) is not None:
+                await self._give_up(ownership, why)
                 return
             # Who claimed died before it served, and counted servers wait for it.
             is_due = row.epoch > ownership.standing.row.epoch and row.owner not in self._nodes()
@@ -330,7 +336,24 @@ class Keeper:
             if key.startswith(prefix)
         }
 
-    async def _give_up(self, ownership: Ownership) -> None:
+    def _hang(self, ownership: Ownership, now: float) -> StorageFailedError | None:
+        """Return that the disk hangs, where another server can be active without this one's promise; None while it does not."""
+        inventory, standing = ownership.inventory, ownership.standing
+        # A process that stood still was not waiting for its disk.
+        seconds, self._looked_at = min(now - self._looked_at, 2 * LOOK_SECONDS), now
+        self._hanging = {
+            one: self._hanging.get(one, 0.0) + seconds for one in inventory.being_written
+        }
+        longest = max(self._hanging.values(), default=0.0)
+        if longest < HANGS_SECONDS or standing.directory in standing.row.counted:
+            return None
+        return StorageFailedError(
+            f"a write to the disk of this server has not ended for {longest:.0f} s",
+            hint="mend the disk; another server becomes active meanwhile",
+            retriable=True,
+        )
+
+    async def _give_up(self, ownership: Ownership, why: StorageFailedError) -> None:
         """Own no more where what is written cannot be stored, if another server is there that claims then."""
         # What was read may be old by now, and without etcd nobody claims.
         self._found, _ = await self.rows.found()
@@ -340,10 +363,11 @@ class Keeper:
         peers = ownership.peers
         met = [peers.met[one] for one in there if peers.met_lately({one})]
         if ownership.active and any(one.in_step and not one.drained for one in met):
-            log.warning(
-                "this server gives the ownership up",
-                extra={"error": str(ownership.inventory.failure)},
-            )
+            log.warning("this server gives the ownership up", extra={"error": str(why)})
+            if ownership.inventory.failure is None:
+                # While the disk hangs this does not end: the key goes meanwhile, and the trouble is told.
+                self._tell("taking part in the cluster", why)
+                ownership.inventory.cannot_serve = True
             await ownership.step_down(fenced=True)
 
     def _may_claim(self, ownership: Ownership, row: Row, now: float) -> bool:

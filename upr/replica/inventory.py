@@ -150,7 +150,8 @@ class Inventory:
 
     Attributes:
         serving: the epoch in which this process served last; 0 if it did not.
-        cannot_serve: whether something here, as its disk, kept this server from being active when it was to be; until it, or another one, is.
+        cannot_serve: whether something here, as its disk, kept this server from being, or staying, active when it was to be; until it,
+            or another one, is.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -315,6 +316,12 @@ class Inventory:
         """Why what is written here cannot be stored until the next start, of the first such bucket; None where it can."""
         failures = (host.bucket.failure for host in self._catalog.hosts)
         return next(filter(None, failures), None)
+
+    @property
+    def being_written(self) -> set[tuple[int, int]]:
+        """The buckets whose journal is being written, by version, each with how far it is; one that waits for room is not."""
+        tails = {v: h.bucket.tail for v, h in self._hosts().items() if not h.bucket.stalled}
+        return {(v, tail.durable) for v, tail in tails.items() if tail.durable < tail.end}
 
     @property
     def unfit(self) -> UprError | None:
