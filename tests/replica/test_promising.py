@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
 import pytest_asyncio
 
@@ -22,12 +23,12 @@ from upr.replica.fencing import Fencing
 from upr.replica.inventory import Promoted, held_of
 from upr.replica.links import Channels, Links
 from upr.replica.ownership import Ownership
-from upr.replica.peers import UNMET_SECONDS, Met, Peers, row_of_message
+from upr.replica.peers import UNMET_SECONDS, Met, Peers, row_of_message, row_to_message
 from upr.replica.replica_service import ReplicaMethods
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog, DamagedBucket
 from upr.service.overload.intake import Context
-from upr.storage.directory import DataDirectory
+from upr.storage.directory import DataDirectory, Stored
 from upr.storage.journal import Commit
 from upr_protocol.errors import (
     DataDamagedError,
@@ -752,3 +753,40 @@ async def test_an_owner_without_grants_says_so_and_takes_no_writes(
     with pytest.raises(PartitionNotActiveError, match="no counted server grants it") as refused:
         catalog.check_active()
     assert refused.value.retriable
+
+
+@pytest.mark.asyncio
+async def test_calls_that_wait_for_a_disk_that_hangs_are_bounded(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who calls gives up, and calls again; what was begun for it stays."""
+    owner, replica = await start_set(start)
+    await leave_alone(owner)
+    monkeypatch.setattr("upr.replica.replica_service.WORKS_MAX", 8)
+    ends, keep = asyncio.Event(), replica.catalog.keep_standing
+
+    async def hangs(stored: Stored) -> None:
+        await ends.wait()
+        await keep(stored)
+
+    methods = replica.server._sets
+    assert isinstance(methods, ReplicaMethods)
+    works, row = methods._works, replace(owner.ownership.standing.row, revision=99)
+    request = wire.MeetRequest(
+        replica_set=replica.catalog.replica_set,
+        member=owner.ownership.peers.member,
+        row=row_to_message(row),
+        epoch=row.epoch,
+    )
+    meet = owner.ownership.peers._stub(replica.target).Meet
+    with monkeypatch.context() as patched:
+        patched.setattr(replica.catalog, "keep_standing", hangs)
+        for _ in range(4):
+            calls = [meet(request, timeout=0.5) for _ in range(4)]
+            found = await asyncio.gather(*calls, return_exceptions=True)
+        codes = {one.code() for one in found if isinstance(one, grpc.aio.AioRpcError)}
+        assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert len(works) == 8
+        ends.set()
+        await until(lambda: not works)
+    assert (await meet(request, timeout=WAIT_SECONDS)).row.revision == 99

@@ -17,7 +17,8 @@ from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.keepers import finish_even_if_cancelled, lasting
 from upr.service.overload.intake import Context
 from upr.service.storage_trouble import PASSING, words_of
-from upr_protocol.errors import StorageFailedError, UprError, shown
+from upr_protocol.errors import StorageFailedError, TooManyError, UprError, shown
+from upr_protocol.limits import SET_MEMBERS_MAX
 from upr_protocol.ownership import Row, Served
 from upr_protocol.wire.v1 import replica_service_pb2 as wire
 from upr_protocol.wire.v1.types_pb2 import SetPart
@@ -27,6 +28,8 @@ _TOPOLOGY = "/upr.v1.ReplicaService/GetTopology"
 _CANCEL_SECONDS = 1.0
 _CANCELS = 5
 """Times that a promotion is cancelled, as what it leaves undone may wait for a full disk; and the time for each. Then it is left."""
+WORKS_MAX = 4 * SET_MEMBERS_MAX
+"""Calls that are done to their end, also when the caller is gone: those of other servers come again and again while a disk hangs."""
 _UNTOLD = "whoever has a role for all buckets is told why"
 _T = TypeVar("_T")
 
@@ -72,7 +75,17 @@ class ReplicaMethods:
         await self._ownership.peers.close()
 
     async def _whole(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Do it to its end, also when the caller is gone: half a change of owner is none."""
+        """Do it to its end, also when the caller is gone: half a change of owner is none.
+
+        Raises:
+            TooManyError: there are WORKS_MAX already.
+        """
+        if len(self._works) >= WORKS_MAX:
+            work.close()
+            raise TooManyError(
+                f"calls that wait for this server's part in its set are {len(self._works)}; must be below {WORKS_MAX}",
+                hint="its disk does not end what was begun: mend that, or restart the server",
+            )
         task = asyncio.create_task(work)
         self._works.add(task)
         task.add_done_callback(self._works.discard)
