@@ -28,6 +28,8 @@ LESS = Row(4, 3, A, True, frozenset({B}))
 class Answers:
     """Rows of which the outcome of each change is given before."""
 
+    dropped: tuple[int, ...] = ()
+
     def __init__(self, *outcomes: bool | UnavailableError) -> None:
         self.outcomes = [*outcomes]
 

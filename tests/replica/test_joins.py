@@ -30,6 +30,7 @@ from upr.replica import following
 from upr.replica.inventory import held_of
 from upr.replica.ownership import Ownership
 from upr.replica.peers import Peers
+from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.upstream_state import UpstreamState
 from upr.service.replica_tables import TableFeed
@@ -39,6 +40,7 @@ from upr.storage.undone import undone_files
 from upr_client import AsyncClient
 from upr_protocol.errors import BucketGoneError, UnavailableError, UprError
 from upr_protocol.failover import FailoverLog, FailoverRecord
+from upr_protocol.wire.v1.admin_service_pb2 import ListBucketsResponse
 
 
 async def start_apart(start: Start) -> list[Member]:
@@ -349,3 +351,58 @@ async def test_what_was_fetched_with_its_tables_is_whole_also_in_the_store(tmp_p
     assert int(host.bucket.partitions.high[A]) == 2
     assert host.disk.store.producer_rows(PRODUCER)[A].number == 2
     await closed_again(host)
+
+
+@pytest.mark.asyncio
+async def test_of_two_buckets_of_one_name_the_one_that_was_dropped_keeps_nobody_from_being_active(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who missed the drop has the old one still, with rows; a server can have but one of them."""
+    monkeypatch.setattr(following, "GATHER_SECONDS", 0.5)
+    old, behind, ahead = await start_set(start, replicas=2)
+    match, stays = Replication._match, behind.ownership.following.replication
+
+    async def late(replication: Replication, answer: ListBucketsResponse) -> None:
+        if replication is not stays:
+            await match(replication, answer)
+
+    def has_its_row(member: Member, version: int) -> bool:
+        hosts = {host.bucket.identity.version: host for host in member.catalog.hosts}
+        return version in hosts and bool(hosts[version].bucket.markers.seqno.any())
+
+    async with AsyncClient(old.target) as client:
+        first = (await client.admin.create_bucket("x")).version
+        await client.bucket("x").set(b"a", b"1")
+        await until(lambda: has_its_row(ahead, first) and has_its_row(behind, first))
+        monkeypatch.setattr(Replication, "_match", late)
+        await client.admin.drop_bucket("x")
+        second = (await client.admin.create_bucket("x")).version
+        await client.bucket("x").set(b"b", b"2")
+        await until(lambda: has_its_row(ahead, second))
+    await leave_alone(behind)
+    await old.stop()
+    with pytest.raises(UprError, match="another bucket 'x' is here") as refused:
+        await behind.ownership.promote()
+    assert refused.value.reason == "NOT_HEARD"
+    assert has_its_row(behind, first)
+    await ahead.ownership.promote()
+    assert has_its_row(ahead, second)
+    assert ahead.ownership.active
+
+
+@pytest.mark.asyncio
+async def test_a_drop_that_its_owner_lost_in_a_crash_is_forgotten(start: Start) -> None:
+    """The bucket is back there, complete, and the replica has it again."""
+    owner, replica = await start_set(start)
+    async with AsyncClient(owner.target) as client:
+        version = (await client.admin.create_bucket("x")).version
+        await until(lambda: replica.names == ["default", "x"])
+        await client.admin.drop_bucket("x")
+        await until(lambda: replica.names == ["default"])
+        assert list(replica.catalog.gone) == [version]
+        await owner.catalog.create("x", version=version)
+        await until(lambda: replica.names == ["default", "x"])
+    assert not replica.catalog.gone
+    await until(lambda: replica.ownership.in_step)
+    await replica.ownership.promote(takeover=True)
+    assert replica.names == ["default", "x"]

@@ -69,6 +69,8 @@ async def ownership(tmp_path: Path) -> AsyncIterator[Ownership]:
 class Contested:
     """The row of a cluster, which another server changes after some readings."""
 
+    dropped: tuple[int, ...] = ()
+
     def __init__(self, row: Row, theirs: Row, readings: int) -> None:
         self.row, self.theirs, self.readings = row, theirs, readings
         self._pass()

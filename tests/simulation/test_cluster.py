@@ -21,6 +21,7 @@ from upr.engine.partitions import ACTIVE
 from upr.replica.inventory import Promoted
 from upr.replica.ownership import Ownership
 from upr.replica.replica_service import ReplicaMethods
+from upr.replica.replication import Replication
 from upr.service.buckets.bucket_service import BucketService
 from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.disk_threads import Disk
@@ -30,6 +31,7 @@ from upr.storage.journal import Commit
 from upr_client import AsyncClient, UprError
 from upr_protocol.errors import DataDamagedError, NoRoomError, UnavailableError
 from upr_protocol.ownership import Standing, first_row
+from upr_protocol.wire.v1.admin_service_pb2 import ListBucketsResponse
 from upr_protocol.wire.v1.change_stream_service_pb2 import Tables
 
 
@@ -401,6 +403,52 @@ def test_a_bucket_is_there_once_it_is_created_and_gone_once_it_is_dropped(
     assert buckets(lost(second)) == {}
     world.net.heal()
     second.start()
+    world.settle()
+    world.check()
+
+
+def test_who_missed_that_a_bucket_was_made_anew_keeps_nobody_from_being_the_owner(
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the old one and the new one, which have one name, a server can have but one."""
+    first, *others = world.servers
+    # Whose turn is first has seen no drop, and only the map tells it.
+    behind, ahead = sorted(others, key=lambda server: standing(server).directory)
+    ordered(world)
+    world.until(lambda: buckets(ahead) == buckets(behind) == world.created, 20, "there")
+    for server in (ahead, behind):
+        world.until(lambda server=server: server.ownership.in_step, 20, "in step")  # type: ignore[misc]
+    outcome: list[int | UprError] = []
+
+    async def write(client: AsyncClient) -> int:
+        return (await client.bucket("some").set(b"k", b"v")).seqno
+
+    def has_the_row(server: ServerProcess) -> bool:
+        assert server.server is not None
+        markers = server.server._catalog.find("some").bucket.markers.seqno
+        return bool(markers.any())
+
+    world.people.order(write, [first.address], outcome.append)
+    world.until(lambda: has_the_row(ahead) and has_the_row(behind), 20, "written")
+    match = Replication._match
+
+    async def late(replication: Replication, answer: ListBucketsResponse) -> None:
+        if running().host != behind.host:
+            await match(replication, answer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Replication, "_match", late)
+        ordered(world, drops=True)
+        ordered(world)
+        world.until(lambda: buckets(ahead) == world.created, 20, "made anew")
+        world.people.order(write, [first.address], outcome.append)
+        world.until(lambda: has_the_row(ahead), 20, "written")
+        assert outcome == [1, 1]
+        first.kill()
+    assert buckets(behind).keys() == world.dropped
+    world.until(lambda: behind.active, 15, "replaced")
+    assert has_the_row(behind)
+    first.start()
     world.settle()
     world.check()
 

@@ -75,6 +75,10 @@ class MapRows:
         self.check_set(known)
         return found, known
 
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        return () if self.swapped is None else self.swapped.dropped
+
     async def read(self) -> Row:
         _, known = await self._there()
         return known.row

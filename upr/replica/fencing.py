@@ -71,6 +71,10 @@ def check_seen(seen: Row | None, basis: Row | None) -> None:
 class Rows(Protocol):
     """The map of a cluster, where the row of its set is changed by one at a time."""
 
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The versions of the buckets that were dropped last, when the newest row was set from here."""
+
     async def read(self) -> Row:
         """Return the newest row; raise UprError while it cannot be read."""
 

@@ -152,7 +152,8 @@ class Following:
                 if loop.time() > until or (tables and self._inventory.is_refused(lacking)):
                     break
                 await asyncio.sleep(GATHER_LOOK_SECONDS)
-            why = self._inventory.why_not(lacking, self._address())
+            why = replication.failure(lacking)
+            why = why or self._inventory.why_not(lacking, self._address())
         finally:
             matching.cancel()
             if only is not None:

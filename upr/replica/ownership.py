@@ -33,6 +33,8 @@ from upr.service.buckets.catalog import Catalog
 from upr.service.storage_trouble import PASSING, words_of
 from upr.storage.directory import Stored
 from upr_protocol.errors import (
+    BucketGoneError,
+    BucketNotFoundError,
     DataDamagedError,
     StorageFailedError,
     UprError,
@@ -504,8 +506,12 @@ class Ownership:
         previous = claim.row.previous
         last = "" if previous is None else previous.directory
         lost, tables = list[Lost](), set[int]()
+        gone = await self._drop_gone()
         while True:
             check_mine(self.standing, claim)
+            for answer in answers.values():
+                for version in gone & answer.held.keys():
+                    del answer.held[version]
             # Of buckets that the former owner has not, if it confirms, nothing is taken: they were dropped.
             sure = claim.confirmer in answers and answers[last].confirmed
             told = [answers[last]] if sure else answers.values()
@@ -560,6 +566,19 @@ class Ownership:
                 end.lost = self.inventory.short_of(lost)
                 end.tables = sorted(map(self.inventory.named, tables))
                 return end
+
+    async def _drop_gone(self) -> set[int]:
+        """Drop the buckets that are known to be dropped, and return the versions of all such: nobody could take one from who missed
+        that, where another one has its name by now.
+        """
+        gone = set(self._catalog.gone)
+        if self.fencing is not None:
+            gone.update(self.fencing.rows.dropped)
+        for version, name in self._catalog.versions.items():
+            if version in gone:
+                with contextlib.suppress(BucketNotFoundError, BucketGoneError):
+                    await self._catalog.drop(name, version)
+        return gone
 
     async def _serve(self, claim: Claim, step: Serve, versions: list[int]) -> Promoted:
         """Store that this server serves, then the records, then be active."""

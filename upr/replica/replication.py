@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -107,6 +107,10 @@ class Replication:
         self._matched.append(done)
         self._look.set()
         await done
+
+    def failure(self, versions: Iterable[int]) -> str:
+        """Return why one of these buckets cannot be made here; empty if all can."""
+        return next((self._failures[v] for v in versions if v in self._failures), "")
 
     async def run(self) -> None:
         """Follow one upstream after the other until cancelled."""
@@ -209,6 +213,9 @@ class Replication:
         if self._only is None:
             whole = {info.version for info in answer.buckets if not info.HasField("problem")}
             self._catalog.listed = frozenset(whole)
+            for version in versions.intersection(self._catalog.gone):
+                # It died before that was durable.
+                self._catalog.gone.remove(version)
             for host in self._catalog.hosts:
                 if host.bucket.identity.version not in versions:
                     await self._drop(host.bucket.identity)
@@ -241,6 +248,8 @@ class Replication:
         try:
             with contextlib.suppress(BucketNotFoundError, BucketGoneError):
                 await self._catalog.drop(identity.name, identity.version, keep=keep)
+                if not keep:
+                    self._catalog.gone.append(identity.version)
         except UprError as error:
             self._bucket_failed(identity.name, identity.version, error)
 
@@ -248,10 +257,18 @@ class Replication:
         # Who is followed for parts may have another quota than the owner had.
         keeps = found is not None and self._only is not None
         if found is None and not info.HasField("problem"):
-            with contextlib.suppress(AlreadyExistsError):
+            try:
                 found = await self._catalog.create(
                     info.name, info.compression, info.version, info.quota_bytes, active=False
                 )
+            except AlreadyExistsError as error:
+                if self._only is not None:
+                    # Here nothing is dropped, so that this does not pass.
+                    error.message = (
+                        f"another bucket {shown(info.name)} is here: one of the two was dropped"
+                    )
+                    error.hint = "promote the other server if that has the newer one"
+                    raise
         if found is not None and not keeps and found.disk.quota.limit != info.quota_bytes:
             await found.set_quota(info.quota_bytes)
 

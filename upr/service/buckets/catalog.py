@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shutil
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ from upr_protocol.errors import (
     shown,
 )
 from upr_protocol.failover import FailoverLog
-from upr_protocol.limits import BUCKETS_MAX, NAME_BYTES_MAX, PARTITIONS, check_name
+from upr_protocol.limits import BUCKETS_MAX, DROPPED_MAX, NAME_BYTES_MAX, PARTITIONS, check_name
 from upr_protocol.wire.v1.replica_service_pb2 import SetMember
 
 log = logging.getLogger(__name__)
@@ -254,6 +255,8 @@ class Catalog:
         self.replica = asks or not (self.standing.alone and self._serves())
         self.listed: frozenset[int] | None = None
         """Versions of the buckets that the upstream listed last; None before it did, and at the active server."""
+        self.gone: deque[int] = deque(maxlen=DROPPED_MAX)
+        """Versions of buckets that an owner is known to have dropped; one that missed it may still have them."""
         self.owner = ""
         """HOST:PORT of the active server while this one is not, as far as it is known."""
         self.becoming: asyncio.Event | None = None
