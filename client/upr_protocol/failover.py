@@ -1,6 +1,7 @@
 """Failover ids, failover records and the failover log of one partition; tokens of writes, which a log has or has not.
 
-Source: specification, "Partition Failover Record" and "Partition Failover Log". Everything here is a value: a log is never changed, each method gives a new one.
+Source: specification, "Partition Failover Record" and "Partition Failover Log". Everything here is a value: a log is
+never changed, each method gives a new one.
 """
 
 import operator

@@ -1,16 +1,18 @@
 """A process that may open few files: sockets that say nothing take neither the store's descriptors nor the clients'."""
 
 import asyncio
+import operator
 import os
 import resource
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.harness import RunningServer
+from tests.harness import RunningServer, poll
 from tests.raw import RawClient
 from upr.service.overload import process
 from upr_protocol.errors import ListenError
@@ -18,6 +20,7 @@ from upr_protocol.limits import BUCKETS_MAX, CONNECTIONS_MAX
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 from upr_protocol.wire.v1 import change_stream_service_pb2 as changes
 from upr_protocol.wire.v1 import key_value_service_pb2 as kv
+from upr_protocol.wire.v1 import types_pb2 as types
 
 FILES = 128
 SILENT = 300
@@ -101,9 +104,7 @@ async def test_silent_sockets_stop_neither_a_writer_nor_the_flush(
             async with asyncio.timeout(30):
                 while not (await client.admin.GetStorage(_storage())).flushed_bytes:
                     pass
-                while not (problems := (await client.admin.GetStatus(_status())).problems):
-                    await asyncio.sleep(0.1)
-            (problem,) = problems
+                (problem,) = await poll(partial(_problems, client))
             assert problem.message.startswith("connections are ")
             assert "; must be below " in problem.message
             assert server.log_text().count(FULL) == 1
@@ -113,8 +114,7 @@ async def test_silent_sockets_stop_neither_a_writer_nor_the_flush(
             async with RawClient(server.target) as later, asyncio.timeout(30):
                 request = kv.GetRequest(bucket="default", keys=[b"before"])
                 answer = await later.kv.Get(request, timeout=30, wait_for_ready=True)
-                while (await later.admin.GetStatus(_status())).problems:
-                    await asyncio.sleep(0.1)
+                await poll(partial(_problems, later), operator.not_)
             assert answer.answers[0].value == b"1"
             assert server.log_text().count("connections have room again") == 1
             await writer.close()
@@ -189,8 +189,8 @@ def _hello() -> changes.HelloRequest:
     return changes.HelloRequest(bucket="default", partitions=[changes.HelloPartition(partition=0)])
 
 
-def _status() -> admin.GetStatusRequest:
-    return admin.GetStatusRequest()
+async def _problems(client: RawClient) -> list[types.Problem]:
+    return list((await client.admin.GetStatus(admin.GetStatusRequest())).problems)
 
 
 def _storage() -> admin.GetStorageRequest:

@@ -11,7 +11,6 @@ more than that in tails was allowed by whoever configured it, and is not counted
 
 import asyncio
 import logging
-import os
 import socket
 import struct
 import threading
