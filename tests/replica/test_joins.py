@@ -398,8 +398,8 @@ async def test_a_drop_that_its_owner_lost_in_a_crash_is_forgotten(start: Start) 
         version = (await client.admin.create_bucket("x")).version
         await until(lambda: replica.names == ["default", "x"])
         await client.admin.drop_bucket("x")
-        await until(lambda: replica.names == ["default"])
-        assert list(replica.catalog.gone) == [version]
+        await until(lambda: list(replica.catalog.gone) == [version])
+        assert replica.names == ["default"]
         await owner.catalog.create("x", version=version)
         await until(lambda: replica.names == ["default", "x"])
     assert not replica.catalog.gone

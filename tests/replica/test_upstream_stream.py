@@ -433,9 +433,8 @@ Answer = admin.ListBucketsResponse | UprError | None
 
 def replicating(directory: str, *answers: Answer, upstreams: int = 1) -> Replication:
     """Return the replication of a server without a bucket, whose upstreams answer in turn."""
-    catalog: Any = SimpleNamespace(
-        directory_id="d", incarnation="i", replica_set="s", hosts=[], listed=frozenset()
-    )
+    identity = {"directory_id": "d", "incarnation": "i", "replica_set": "s"}
+    catalog: Any = SimpleNamespace(**identity, hosts=[], listed=frozenset(), gone=[])
     channel = Channel(list(answers))
     links: Any = SimpleNamespace(open=lambda _: channel)
     addresses = [f"127.0.0.1:{1 + n}" for n in range(upstreams)]
