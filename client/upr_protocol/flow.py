@@ -149,7 +149,7 @@ class Liveness:
         self._sent = now
 
     def heard(self, now: float) -> None:
-        """Record the arrival of any message of the peer."""
+        """Record the arrival of any message of the peer; of a time to come where it has nothing to say until then."""
         self._heard = max(self._heard, now)
 
     def sent(self, now: float) -> None:
@@ -164,7 +164,7 @@ class Liveness:
         """
         if now - due <= self._interval:
             return 0.0
-        self._heard = min(self._heard + (now - due), now)
+        self._heard = max(self._heard, min(self._heard + (now - due), now))
         return now - due
 
     def _gone_at(self) -> float:

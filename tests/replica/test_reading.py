@@ -1,5 +1,6 @@
 """Reading from a set of servers: from the active one, whichever that is, or from any; and reading what was written."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.proxy import Proxy
 from tests.replica.sets import (
+    SOON,
     is_active,
     run,
     start_set,
@@ -181,6 +183,25 @@ def test_a_client_that_never_met_the_new_owner_finds_it(server_process: StartSer
         assert reader.bucket().get(b"k") == b"v"
         writer.bucket().set(b"k", b"w")
         assert (writer.target, reader.target) == (second.target, second.target)
+
+
+@pytest.mark.long
+def test_a_large_value_comes_over_a_slow_link(server_process: StartServer) -> None:
+    """Nothing else gets through before it: neither a heartbeat, nor the list of buckets, which shows that the owner lives."""
+    owner = server_process()
+    value = os.urandom(3_000_000)
+    with Client(owner.target) as writer, Proxy(owner.target) as proxy:
+        written = writer.bucket().set(b"k", value)
+        proxy.limit(500_000)
+        soon = SOON | {"upr.replica.replication.ANSWER_SECONDS": 2.0}
+        command = ("--replicate-from", proxy.target, "--anonymous")
+        replica = server_process(*command, constants=soon)
+        with Client(replica.target) as reader:
+            bucket = reader.bucket()
+            # It takes 6 s.
+            found = bucket.get(b"k", at_least=written, read_from="any", seconds=30)
+        assert found == value
+        assert "a call to the upstream ended" not in replica.log_text()
 
 
 def test_what_was_written_is_waited_for_at_a_replica(server_process: StartServer) -> None:

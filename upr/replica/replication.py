@@ -13,6 +13,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 LIST_SECONDS = 1.0
 """Interval at which the upstream's buckets are looked at."""
 ANSWER_SECONDS = 5.0
-"""Longest wait for the list."""
+"""Longest wait for the list; then the upstream is gone."""
 _STORAGE = StorageFailedError.default_reason
 
 
@@ -151,11 +152,7 @@ class Replication:
                 while True:
                     self._look.clear()
                     waiting = len(self._matched)
-                    try:
-                        request = admin.ListBucketsRequest()
-                        answer = await stub.ListBuckets(request, timeout=ANSWER_SECONDS)
-                    except grpc.aio.AioRpcError as error:
-                        raise error_from_call(error) from error
+                    answer = await self._list(upstream, stub)
                     self._check(answer)
                     await self._match(answer)
                     self._tries, self.problem = 0, None
@@ -178,6 +175,31 @@ class Replication:
                     call.cancel()
                 await asyncio.gather(*calls, return_exceptions=True)
                 self._calls.clear()
+
+    async def _list(self, upstream: str, stub: Any) -> admin.ListBucketsResponse:
+        """Return the upstream's buckets.
+
+        Half of the time it is asked over a connection of its own: behind much data on a slow link nothing else gets
+        through. Where only the first connection is dead, TCP ends it within ten seconds, as what is asked over it is not
+        acknowledged.
+
+        Raises:
+            UprError: it cannot be reached.
+        """
+        request, half = admin.ListBucketsRequest(), ANSWER_SECONDS / 2
+        try:
+            try:
+                answer = await stub.ListBuckets(request, timeout=half)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise
+                async with self._links.open(upstream) as channel:
+                    stub = admin_service_pb2_grpc.AdminServiceStub(channel)
+                    answer = await stub.ListBuckets(request, timeout=half)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_call(error) from error
+        assert isinstance(answer, admin.ListBucketsResponse)
+        return answer
 
     def _check(self, answer: admin.ListBucketsResponse) -> None:
         """Raise unless an upstream belongs to this server's set, or this one to none and has nothing of its own."""

@@ -52,6 +52,7 @@ from upr_protocol.limits import (
     FRAME_BYTES,
     READ_BYTES,
     SENDING_SECONDS,
+    SLOW_BYTES_A_SECOND,
 )
 from upr_protocol.position_table import START
 from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
@@ -265,10 +266,13 @@ class FollowCall:
 
     async def _write(self, message: Any, size: int = 0) -> None:
         """Write a message; allow more time for a large value on a slow link."""
-        patience = self._reader_seconds
+        now, patience = self._loop.time(), self._reader_seconds
         if size > FRAME_BYTES:
             patience += (size - FRAME_BYTES) / SLOW_BYTES_A_SECOND
-        self._writing_until = self._loop.time() + patience
+        if size >= SMALL_BYTES:
+            # Before it is through no heartbeat gets to the client, which so has nothing to say.
+            self._liveness.heard(now + size / SLOW_BYTES_A_SECOND)
+        self._writing_until = now + patience
         await self._context.write(message)
         self._writing_until = math.inf
 
@@ -346,7 +350,7 @@ class FollowCall:
                 has_sent_all = False
                 if saying.frame is None:
                     self._sending.is_busy = True
-                    await self._write(saying.message)
+                    await self._write(saying.message, saying.message.ByteSize())
                     self._sending.is_busy = False
                     self._sent.set()
                     if self._trace is not None:
