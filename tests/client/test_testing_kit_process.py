@@ -18,7 +18,7 @@ import pytest
 
 from tests.harness import wait_until
 from tests.proxy import Proxy
-from upr_client import Change, Client, Marker, MemoryPositions, Only, Rollback
+from upr_client import Change, Client, Marker, MemoryPositions, Only, Rollback, Tuning
 from upr_client.errors import UnavailableError, UnknownOutcomeError
 from upr_client.lowlevel import hello
 from upr_client.testing import ScriptedServer, ServerProcess, ServerProcessError, keys_in, process
@@ -127,6 +127,24 @@ def test_a_large_write_over_a_slow_link_is_waited_for(shared: ServerProcess) -> 
         bucket.set(b"large", value)
     with Client(shared.target) as client:
         assert client.bucket().get(b"large") == value
+
+
+@pytest.mark.long
+def test_a_large_value_over_a_slow_link_is_waited_for(shared: ServerProcess) -> None:
+    """No heartbeat gets through before it, at either side, and the server is well all the same."""
+    value = os.urandom(1_500_000)
+    said: list[str] = []
+    with Client(shared.target) as client:
+        client.bucket().set(b"large", value)
+    with Proxy(shared.target) as proxy, Client(proxy.target) as client:
+        proxy.limit(300_000)
+        patience = Tuning(heartbeat_seconds=1, retry_seconds=0)
+        with client.bucket().changes(
+            until="now", tuning=patience, on_status=said.append
+        ) as changes:
+            values = [event.value for event in changes if isinstance(event, Change)]
+    assert value in values
+    assert said == []
 
 
 def test_several_side_by_side(shared: ServerProcess) -> None:

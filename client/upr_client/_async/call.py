@@ -4,6 +4,7 @@ Buckets, streams and writers know the connection, and not the client that made i
 """
 
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -356,16 +357,18 @@ class Connection:
                 return UnavailableError(words, reason=SILENT_REASON, owner=endpoint)
         return None
 
-    async def silent(self, stubs: Stubs, bucket: str) -> UprError | None:
-        """Ask a server for anything at all; if it says nothing within ``connect_timeout``, give it up and return an error.
+    async def silent(self, stubs: Stubs, bucket: str, seconds: float = math.inf) -> UprError | None:
+        """Ask a server for anything at all; if it says nothing within so long, ``connect_timeout`` at most, give it up and
+        return an error.
 
-        Half of the time it is asked over a connection of its own: behind a large write on a slow link nothing else gets
-        through.
+        At first over the connection that there is, then over one of its own: behind a large message on a slow link nothing
+        else gets through.
         """
-        half = self.connect_timeout / 2
-        for ask in (self._ask_there, self._ask_anew):
+        longest = min(seconds, self.connect_timeout)
+        first = min(longest / 2, _THERE_SECONDS)
+        for ask, part in ((self._ask_there, first), (self._ask_anew, longest - first)):
             try:
-                await ask(stubs.endpoint, bucket, half)
+                await ask(stubs.endpoint, bucket, part)
             except UprError as error:
                 if error.reason == UnavailableError.default_reason:
                     continue
@@ -569,6 +572,15 @@ class Follow:
         self.send = self._call.send
         self.finish = self._call.finish
         self.cancel = self._call.cancel
+
+    def answered(self) -> bool:
+        """As ``CallState.answered``."""
+        return self._state.answered(now())
+
+    @property
+    def interval(self) -> float:
+        """The heartbeat interval, seconds."""
+        return self._state.interval
 
     def _on_message(self, message: stream_pb2.FollowResponse) -> None:
         arrived = self._state.arrived(message, now())

@@ -735,6 +735,20 @@ class AsyncChanges:
         if error is not None:
             raise error
 
+    async def _is_slow(self, follow: Follow, error: UprError) -> bool:
+        """Whether only this call is silent: behind a large message on a slow link no heartbeat gets through.
+
+        It may be that only its connection is dead. TCP ends that within ten seconds, as what is asked over it is not
+        acknowledged, and gRPC within a minute where something in between acknowledges.
+        """
+        stubs = self._stubs
+        own = error.reason == SILENT_REASON and isinstance(error, UnavailableError)
+        if stubs is None or not own or error.owner:
+            return False
+        silent = self._bucket.connection.silent
+        gone = await self._call(silent, stubs, self._bucket.name, follow.interval)
+        return gone is None and follow.answered()
+
     async def _drop_call(self, finish_seconds: float = 0.0) -> None:
         follow, self._follow = self._follow, None
         if follow is not None:
@@ -775,7 +789,8 @@ class AsyncChanges:
                 if received is None and follow.is_late:
                     await self._look_elsewhere()
             except UprError as error:
-                await self._lost(error)
+                if not await self._is_slow(follow, error):
+                    await self._lost(error)
                 return None
             if received is None:
                 return None

@@ -736,6 +736,20 @@ class Changes:
         if error is not None:
             raise error
 
+    def _is_slow(self, follow: Follow, error: UprError) -> bool:
+        """Whether only this call is silent: behind a large message on a slow link no heartbeat gets through.
+
+        It may be that only its connection is dead. TCP ends that within ten seconds, as what is asked over it is not
+        acknowledged, and gRPC within a minute where something in between acknowledges.
+        """
+        stubs = self._stubs
+        own = error.reason == SILENT_REASON and isinstance(error, UnavailableError)
+        if stubs is None or not own or error.owner:
+            return False
+        silent = self._bucket.connection.silent
+        gone = self._call(silent, stubs, self._bucket.name, follow.interval)
+        return gone is None and follow.answered()
+
     def _drop_call(self, finish_seconds: float = 0.0) -> None:
         follow, self._follow = self._follow, None
         if follow is not None:
@@ -776,7 +790,8 @@ class Changes:
                 if received is None and follow.is_late:
                     self._look_elsewhere()
             except UprError as error:
-                self._lost(error)
+                if not self._is_slow(follow, error):
+                    self._lost(error)
                 return None
             if received is None:
                 return None

@@ -19,8 +19,10 @@ from upr_protocol.limits import (
     CREDIT_BYTES_MAX,
     HEARTBEAT_SECONDS,
     HEARTBEAT_SECONDS_MAX,
+    MESSAGE_BYTES_MAX,
     PARTITIONS,
     SILENT_INTERVALS,
+    SLOW_BYTES_A_SECOND,
 )
 from upr_protocol.position_table import PositionTable
 from upr_protocol.wire.grpc import error_of
@@ -52,17 +54,21 @@ class CallState:
 
     Attributes:
         highs: the high seqnos of the heartbeats, of all 1024 partitions; 0 for none.
+        interval: of the heartbeats, seconds.
     """
 
     def __init__(self, request: stream_pb2.Open, now: float) -> None:
         self.highs: npt.NDArray[np.uint64] = np.zeros(PARTITIONS, np.uint64)
         self._beat_waits = False
         self._credit = CreditReturn(request.credit_bytes or CREDIT_BYTES)
-        self._liveness = Liveness(request.heartbeat_seconds or HEARTBEAT_SECONDS, now)
+        self.interval = request.heartbeat_seconds or HEARTBEAT_SECONDS
+        self._liveness = Liveness(self.interval, now)
+        self._arrived_at = now
 
     def arrived(self, message: stream_pb2.FollowResponse, now: float) -> Arrived:
         """Record a message when it arrives, before the application has time for it."""
         self._liveness.heard(now)
+        self._arrived_at = now
         kind = message.WhichOneof("message")
         if kind == "heartbeat":
             partitions, seqnos = high_seqnos(message.heartbeat)
@@ -87,7 +93,8 @@ class CallState:
         if 0 < granted <= CREDIT_BYTES_MAX:
             self._credit = CreditReturn(granted)
         if message.opened.heartbeat_seconds > 0:
-            self._liveness = Liveness(message.opened.heartbeat_seconds, now)
+            self.interval = message.opened.heartbeat_seconds
+            self._liveness = Liveness(self.interval, now)
         opened: stream_pb2.Opened = message.opened
         return opened
 
@@ -125,7 +132,15 @@ class CallState:
                 "the server was silent for three heartbeat intervals", reason=SILENT_REASON
             )
 
+    def answered(self, now: float) -> bool:
+        """The server, which was silent, answered another call. Return whether a message may be on its way, on a slow link."""
+        may_come = now - self._arrived_at < _MESSAGE_SECONDS
+        if may_come:
+            self._liveness.heard(now)
+        return may_come
 
+
+_MESSAGE_SECONDS: Final = MESSAGE_BYTES_MAX / SLOW_BYTES_A_SECOND
 _DOUBLINGS_MAX: Final = 5
 _CALM_SILENCES: Final = 3
 
@@ -159,7 +174,7 @@ def boot_seconds() -> float:
 class Reconnecting:
     """Reconnecting: outcomes of the calls so far, the time of the next, and the heartbeat interval to ask for.
 
-    While a message is on its way nothing else comes, and one that takes longer than three intervals on a slow link
+    While a message is on its way nothing else comes, and one that takes longer on a slow link than either side waits for
     looks like silence; in the next call it would be sent from its start again, for ever. So the interval doubles
     with every call that ended in silence and brought nothing, up to 32 times its length. It is the first one again
     when something was brought, or when a call held for three times as long as silence may last.

@@ -141,7 +141,7 @@ class Tuning:
 
     Args:
         credit_bytes: how much the server may send ahead, 1 byte to 256 MiB, in at most CREDIT_FRAMES frames.
-        heartbeat_seconds: 0.05 to 3600; silence for three of them is a lost connection.
+        heartbeat_seconds: 0.05 to 3600; silence for three of them is a lost connection, unless the server answers another call.
         save_seconds: the shortest time between two saves of positions, besides those after a rollback and at the end;
             0 or more.
         retry_seconds: how long to try without hearing from the server, 0 or more; None for ever.

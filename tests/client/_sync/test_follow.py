@@ -3,6 +3,7 @@
 """Following, against a scripted server."""
 
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -472,9 +473,27 @@ def test_silence_for_three_heartbeats_is_a_lost_connection() -> None:
     second = [*BEGIN, answers(started(1, 7)), *END]
     status: list[str] = []
     with serve([first, second]) as server, Client(server.target) as client:
+        # Nor does it answer anything else.
+        server.state = None
         with client.bucket().changes(only=Only([1]), on_status=status.append) as changes:
             assert [event for event in changes] == []
     assert "silent for three heartbeat intervals" in status[0]
+
+
+def test_a_call_is_silent_for_long_while_its_server_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a slow link nothing comes before a large message is through; for ever is no message on its way."""
+    monkeypatch.setattr("upr_client.changes.link._MESSAGE_SECONDS", 1.5)
+    first = [Expect("open"), opened(heartbeat_seconds=0.1), Expect("start"), Hold()]
+    second = [*BEGIN, answers(started(1, 7)), *END]
+    status: list[str] = []
+    with serve([first, second]) as server, Client(server.target) as client:
+        begun = time.monotonic()
+        with client.bucket().changes(only=Only([1]), on_status=status.append) as changes:
+            assert [event for event in changes] == []
+    assert "silent for three heartbeat intervals" in status[0]
+    assert time.monotonic() - begun > 1.5
 
 
 def test_trying_again_ends_after_retry_seconds() -> None:
