@@ -21,7 +21,16 @@ from tests.client.kit import (
     wait_for,
     write_keys,
 )
-from upr_client import Client, Marker, MemoryPositions, Only, Rollback, Tuning, UprError
+from upr_client import (
+    Client,
+    Marker,
+    MemoryPositions,
+    Only,
+    Rollback,
+    ServerPositions,
+    Tuning,
+    UprError,
+)
 from upr_client.errors import DataDamagedError, PartitionNotActiveError, SnapshotGoneError
 from upr_client.testing import ScriptedServer, keys_in
 from upr_protocol.errors import InvalidArgumentError
@@ -50,6 +59,32 @@ def test_a_stall_is_noticed(server: ScriptedServer, follow: Follow) -> None:
     assert changes_of(follower.take(2)) == [(2, KEYS[1])]
     resumed.join()
     assert any("silent for three heartbeat intervals" in line for line in said)
+
+
+def test_a_save_that_is_not_answered_names_the_way_out_once(server: ScriptedServer) -> None:
+    """On a slow link the answer is behind what was sent ahead."""
+    said: list[str] = []
+    write_keys(server, 1)
+    patience = Tuning(heartbeat_seconds=60, save_seconds=60)
+    options: dict[str, Any] = {
+        "resume": ServerPositions("c"),
+        "tuning": patience,
+        "on_status": said.append,
+    }
+    with (
+        Client(server.target, request_timeout=0.2) as client,
+        client.bucket().changes(only=Only([P]), **options) as changes,
+    ):
+        for _ in range(2):
+            next(changes)
+        server.stall()
+        for _ in range(2):
+            changes.save()
+        server.resume()
+        write_keys(server, 1, first=1)
+        next(changes)
+    told = [line for line in said if line.startswith("positions were not stored")]
+    assert ["credit_bytes" in line for line in told] == [True, False]
 
 
 def test_a_cut_connection_loses_nothing(server: ScriptedServer, follow: Follow) -> None:

@@ -19,6 +19,8 @@ _logger = logging.getLogger("upr_client")
 STOP_SECONDS: Final = 1.0
 """Time that is left to a server which did not store positions in its time, or owes nothing but the end of a call."""
 
+_SLOW_HINT: Final = "on a slow link a smaller credit_bytes of Tuning has answers come sooner"
+
 
 class PositionStorage:
     """Storage of the positions of one ``AsyncChanges``; ``mutex`` guards ``following``.
@@ -97,8 +99,9 @@ class PositionStorage:
                 with self._mutex:
                     self._following.not_saved(positions, wait=in_server)
                 if in_server and isinstance(error, UprError) and error.retriable:
+                    hint = "" if self._is_late else f" ({_SLOW_HINT})"
                     self._is_late = True
-                    self._say(f"positions were not stored: {error}; trying again")
+                    self._say(f"positions were not stored: {error}; trying again{hint}")
                     return
                 raise
         with self._mutex:
