@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.crash, pytest.mark.long, pytest.mark.usefixtures("soon
 MIB = 2**20
 ROWS = 500
 WRITERS = 4
-TRUE = ("env",)
-"""Prefix of a server that is no fork, so that it syncs, and the file system has to find the room."""
 
 
 class Disk:
@@ -108,9 +106,10 @@ async def fill_and_stop(disk: Disk, size: int, left: int) -> None:
         make_room(disk, ballast, left)
     else:
         ballast.write_bytes(bytes(16 * MIB))
-    server = RunningServer(disk.folder)
+    # It syncs, so that the file system has to find the room.
+    server = RunningServer(disk.folder, syncs=True)
     server.log = disk.folder.parent / "server.log"
-    server.start(prefix=TRUE)
+    server.start()
     try:
         async with AsyncClient(server.target, retry_seconds=1) as client:
             bucket = client.bucket("default")
@@ -125,7 +124,7 @@ async def fill_and_stop(disk: Disk, size: int, left: int) -> None:
                 assert space.f_bavail * space.f_frsize < max(stored // 2, 32 * MIB)
         assert await asyncio.to_thread(server.terminate) == 0, server.log_text()
         await check_clean(server)
-        await asyncio.to_thread(server.start, prefix=TRUE)
+        await asyncio.to_thread(server.start)
         async with RawClient(server.target) as raw:
             assert {len(log) for log in await raw.logs()} == {1}
         async with AsyncClient(server.target) as client:
@@ -137,7 +136,7 @@ async def fill_and_stop(disk: Disk, size: int, left: int) -> None:
             await bucket.write_many([(key, value(key, size)) for key in more])
             await check_all_there(bucket, more, size)
         assert await asyncio.to_thread(server.terminate) == 0, server.log_text()
-        await asyncio.to_thread(server.start, prefix=TRUE)
+        await asyncio.to_thread(server.start)
         async with RawClient(server.target) as raw:
             assert {len(log) for log in await raw.logs()} == {1}
         assert await asyncio.to_thread(server.terminate) == 0
@@ -148,11 +147,11 @@ async def fill_and_stop(disk: Disk, size: int, left: int) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("disk", [128], indirect=True)
 async def test_a_disk_of_128_mib(disk: Disk) -> None:
-    await fill_and_stop(disk, 1000, 0)
+    await fill_and_stop(disk, 2000, 0)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("disk", "size"), [(1024, 200_000), (4096, 1000)], indirect=["disk"])
+@pytest.mark.parametrize(("disk", "size"), [(1024, 200_000), (4096, 8000)], indirect=["disk"])
 async def test_a_disk_of_some_gib(disk: Disk, size: int) -> None:
     await fill_and_stop(disk, size, 60)
