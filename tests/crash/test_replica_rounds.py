@@ -59,7 +59,7 @@ async def test_kills_of_a_chain_under_load(server_process: StartServer) -> None:
             )
         writing = asyncio.create_task(load(upstream.target, rng, stop))
         for killed in (upstream, first):
-            behind = rng.randrange(2000)
+            behind = rng.randrange(500)
 
             async def is_behind(moved: int = await moves(upstream), more: int = behind) -> bool:
                 return await moves(upstream) >= moved + more
