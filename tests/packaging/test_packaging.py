@@ -198,6 +198,9 @@ def test_the_install_lines_of_the_readme_work(tmp_path: Path) -> None:
         "PIP_NO_BUILD_ISOLATION": "0",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_NO_INDEX": "1",
+        # Another test compiles the modules; and what is started but once need not be kept.
+        "CC": "no-such-compiler",
+        "PIP_NO_COMPILE": "1",
     }
     for count, block in enumerate(blocks):
         # The second way begins without the first, and with the wheel of another version where its wheel is made.
