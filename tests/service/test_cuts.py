@@ -104,7 +104,7 @@ async def test_readers_get_the_state_at_the_cut_while_writes_go_on(
         writing = asyncio.create_task(write())
         cuts = []
         for number in range(3):
-            for _ in range(20):
+            for _ in range(10):
                 await written.get()
             cuts.append(await client.admin.create_cut(bucket, f"cut {number}"))
         readers = [state_at(bucket, cut, stability=stability) for cut in cuts for _ in range(2)]
