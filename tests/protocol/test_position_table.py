@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upr_client.testing.positions import positions_to_keep
@@ -42,6 +42,7 @@ def positions(draw: st.DrawFn) -> Position:
 MANY = st.dictionaries(st.integers(0, 1023), positions(), max_size=6)
 
 
+@settings(max_examples=40)
 @given(MANY, MANY, st.sets(st.integers(0, 1023)))
 def test_a_table_is_its_positions(
     older: dict[int, Position], newer: dict[int, Position], wanted: set[int]
@@ -60,6 +61,7 @@ def test_a_table_is_its_positions(
     assert 1024 not in both
 
 
+@settings(max_examples=40)
 @given(MANY, st.lists(st.integers(0, 1023), unique=True, max_size=6))
 def test_a_consumer_gives_back_the_positions_that_it_was_given(
     stored: dict[int, Position], more: list[int]
