@@ -31,8 +31,8 @@ ETCD = 3
 COMMAND = "upr-admin promote --force"
 BACK_SECONDS = 3.0
 """Time in which an owner that is back goes on: its key in etcd was renewed a while before it was lost."""
-SPARING_SECONDS = 0.1
-"""Pause of a writer that need only go on."""
+SPARING = 0.03, 0.1
+"""Pauses of a writer of a few rounds: where the owner may change, and where it need only go on."""
 FAILS = ".fails"
 """End of the name of a file beside a server's stamps: while it is there, no fsync of the server's journal succeeds."""
 
@@ -49,8 +49,7 @@ class ClusterRounds:
         folder: is made, for the stamps.
         constants: see ``RunningServer``.
         linked: whether all between servers, and to etcd, goes through proxies, so that links can be cut.
-        sparing: whether writers write less often while the servers settle and while etcd is away; where the owner may
-            change they never do.
+        sparing: whether writers write less often, and least while the servers settle and while etcd is away.
 
     Attributes:
         counts: what happened.
@@ -84,7 +83,7 @@ class ClusterRounds:
         self._folder = folder
         self._more: dict[str, Any] = {"constants": constants} if constants else {}
         self._linked = linked
-        self._waiting_pause = SPARING_SECONDS if sparing else PAUSE_SECONDS
+        self._pause, self._waiting_pause = SPARING if sparing else (PAUSE_SECONDS, PAUSE_SECONDS)
         self._proxies: list[Proxy] = []
 
     def _start_one(self, *options: str) -> RunningServer:
@@ -114,6 +113,7 @@ class ClusterRounds:
             for follower in self._followers:
                 self._stack.enter_context(follower)
             for writer in self._writers:
+                writer.pause = self._pause
                 self._stack.enter_context(writer)
             self._stack = self._stack.pop_all()
         return self
@@ -146,7 +146,7 @@ class ClusterRounds:
             yield
         finally:
             for writer in self._writers:
-                writer.pause = PAUSE_SECONDS
+                writer.pause = self._pause
 
     def _others(self) -> list[RunningServer]:
         return [server for server in self.servers if server is not self.owner]
