@@ -33,7 +33,7 @@ from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of, second
 from upr.service.overload.frame_rounds import Rounds
 from upr.service.overload.gate import parsed
 from upr.service.overload.intake import Context, Intake, shed_error
-from upr.service.overload.sending_room import SLOW_BYTES_A_SECOND, Sender, SendingRoom
+from upr.service.overload.sending_room import Sender, SendingRoom
 from upr.service.replica_tables import TableFeed
 from upr.service.sight import traces
 from upr.service.sight.counts import count_reason

@@ -245,19 +245,7 @@ class Server:
         self._writes = KeyValueMethods(self._catalog, self._intake, self._delays, callers)
         self._tasks: list[asyncio.Task[None]] = []
         self._connections = resources.Connections(self._room())
-        self._process = process = Process(
-            server_id,
-            lambda: self._changes.open_calls,
-            lambda: self._writes.open_calls,
-            self._text.status,
-            self._delays,
-            self._clock.clock,
-            self._file_troubles,
-            lambda: {file: end for one in self._expiring for file, end in one.ends.items()},
-            lambda: None if self._sets is None else self._sets.part,
-            lambda: {} if self._sets is None else self._sets.troubles,
-            self._connections,
-        )
+        self._process = process = self._state_of(server_id)
         self._admin = AdminMethods(self._catalog, process)
         self._sets = replicate and replicate(
             self._catalog, config, lambda: config.advertise or self.address
@@ -278,6 +266,21 @@ class Server:
             ],
         )
         self.address = ""
+
+    def _state_of(self, server_id: int) -> Process:
+        return Process(
+            server_id,
+            lambda: self._changes.open_calls,
+            lambda: self._writes.open_calls,
+            self._text.status,
+            self._delays,
+            self._clock.clock,
+            self._file_troubles,
+            lambda: {file: end for one in self._expiring for file, end in one.ends.items()},
+            lambda: None if self._sets is None else self._sets.part,
+            lambda: {} if self._sets is None else self._sets.troubles,
+            self._connections,
+        )
 
     def _check_text(self) -> None:
         """Raise ListenError if the text port is not allowed: what it serves, it serves to anyone who connects."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from upr_protocol.limits import SENDING_BYTES, SENDING_BYTES_A_SECOND, SENDING_SECONDS
 
-SLOW_BYTES_A_SECOND = 64 * 2**10
-"""Slowest accepted rate for what is larger than a frame."""
 STANDSTILL_SECONDS = 1.0
 """Delay of a timer of the event loop from which on the process, or the machine, stood still."""
 

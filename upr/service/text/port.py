@@ -14,7 +14,7 @@ from typing import Any, Final
 from upr.engine.streams import SHUTTING_DOWN, EndReason, too_slow
 from upr.service.buckets.catalog import Catalog
 from upr.service.overload.callers import CHEAP_SECONDS, Callers, peer_of
-from upr.service.overload.sending_room import SLOW_BYTES_A_SECOND, Sender, SendingRoom
+from upr.service.overload.sending_room import Sender, SendingRoom
 from upr.service.storage_trouble import words_of
 from upr.service.text.feed import Feed, Lines
 from upr.service.text.lines import (
