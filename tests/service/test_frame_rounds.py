@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.harness import WAIT_SECONDS
 from upr.service.overload import frame_rounds
 from upr.service.overload.frame_rounds import (
+    FULL_SHARE,
     ROUND_FRAMES,
     ROUNDS,
     SHARE,
@@ -46,7 +47,8 @@ def test_a_follower_alone_never_waits() -> None:
 @given(st.integers(2, 1000), st.floats(0.0005, 0.02))
 def test_the_interval_becomes_a_multiple_of_what_a_round_takes(frames: int, seconds: float) -> None:
     clock = Clock()
-    wanted = min(seconds * (frames - 1) / frames * SHARE, ROUND_SECONDS_MAX)
+    share = FULL_SHARE if frames >= ROUND_FRAMES else SHARE
+    wanted = min(seconds * (frames - 1) / frames * share, ROUND_SECONDS_MAX)
     before = 0.0
     for _ in range(30):
         interval = clock.rounds(1, frames, seconds)

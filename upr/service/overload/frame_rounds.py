@@ -21,6 +21,8 @@ ROUNDS: Final = 4
 ROUND_FRAMES: Final = 16
 """In so many rounds all followers have a turn, or in fewer of so many frames: in a round the last one waits for all before it, at
 the server and again at a client of many followers, and what is shared is made once a round."""
+FULL_SHARE: Final = 3
+"""SHARE of rounds of ROUND_FRAMES and more: a follower has a frame in some of them only, and its client time in between."""
 TIMER_SECONDS: Final = 0.001
 """Resolution of the event loop's timers: shorter waits, and delays, are none."""
 
@@ -57,7 +59,8 @@ class Pace:
         """
         taken = (now - self._began + self._late) * (frames - 1) / frames
         steady, self._before = min(taken, self._before), taken
-        self.interval += (min(steady * SHARE, ROUND_SECONDS_MAX) - self.interval) / 2
+        share = FULL_SHARE if frames >= ROUND_FRAMES else SHARE
+        self.interval += (min(steady * share, ROUND_SECONDS_MAX) - self.interval) / 2
 
 
 class Rounds:
