@@ -141,16 +141,20 @@ class Liveness:
         InvalidArgumentError: the interval is out of range.
     """
 
-    __slots__ = ("_heard", "_interval", "_sent")
+    __slots__ = ("_excused", "_heard", "_interval", "_sent")
 
     def __init__(self, interval_seconds: float, now: float) -> None:
         self._interval = check_interval(interval_seconds)
-        self._heard = now
+        self._heard = self._excused = now
         self._sent = now
 
     def heard(self, now: float) -> None:
-        """Record the arrival of any message of the peer; of a time to come where it has nothing to say until then."""
+        """Record the arrival of any message of the peer."""
         self._heard = max(self._heard, now)
+
+    def excuse(self, until: float) -> None:
+        """Take the peer's silence until then, and no longer, for none: what it would answer is still on its way to it."""
+        self._excused = until
 
     def sent(self, now: float) -> None:
         """Record the sending of any message to the peer."""
@@ -164,11 +168,11 @@ class Liveness:
         """
         if now - due <= self._interval:
             return 0.0
-        self._heard = max(self._heard, min(self._heard + (now - due), now))
+        self._heard = min(self._heard + (now - due), now)
         return now - due
 
     def _gone_at(self) -> float:
-        return self._heard + self._interval * SILENT_INTERVALS
+        return max(self._heard, self._excused) + self._interval * SILENT_INTERVALS
 
     def heartbeat_due(self, now: float) -> bool:
         """Whether nothing was sent for one interval."""

@@ -63,12 +63,21 @@ def test_late_news_do_not_turn_the_timers_back() -> None:
 
 def test_a_peer_that_has_nothing_to_say_for_a_while_is_silent_from_then_on() -> None:
     timers = Liveness(1.0, 0.0)
-    timers.heard(10.0)
+    timers.excuse(10.0)
     # A standstill of this side, and what comes meanwhile, end none of that.
     timers.woke(5.0, 1.0)
     timers.heard(6.0)
     assert not timers.peer_is_gone(12.9)
     assert timers.peer_is_gone(13.0)
+
+
+def test_what_has_come_is_no_excuse_any_more() -> None:
+    timers = Liveness(1.0, 0.0)
+    timers.excuse(10.0)
+    timers.heard(6.0)
+    timers.excuse(6.0)
+    assert not timers.peer_is_gone(8.9)
+    assert timers.peer_is_gone(9.0)
 
 
 def test_a_time_in_which_this_side_stood_still_is_no_silence_of_the_peer() -> None:

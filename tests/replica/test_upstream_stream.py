@@ -102,6 +102,18 @@ async def test_of_parts_those_that_are_dead_here_are_not_asked_for(host: BucketS
 
 
 @pytest.mark.asyncio
+async def test_with_the_answer_to_a_heartbeat_all_credit_goes_back(host: BucketService) -> None:
+    """The upstream knows by that what is not on its way any more, and what silence means."""
+    frame = wire.FollowResponse(frame=wire.Frame(credit_bytes=100))
+    beat = wire.FollowResponse(heartbeat=wire.Heartbeat())
+    upstream = Upstream(OPENED, frame, beat, beat)
+    with pytest.raises(UnavailableError):
+        await UpstreamStream(host, upstream, ME).run()
+    answers = [one for one in upstream.said if one.WhichOneof("message") in ("pong", "credit")]
+    assert [one.credit.bytes for one in answers] == [0, 100, 0]
+
+
+@pytest.mark.asyncio
 async def test_a_join_is_complete_when_what_the_tables_name_is_here(host: BucketService) -> None:
     assert host.upstream_state is not None
     upstream_state, table = host.upstream_state, host.bucket.partitions

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
+from tests.harness import WAIT_SECONDS
 from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
 from tests.service.keys import some_keys
 from upr_protocol.block import block_keys, block_ops, block_values, build_block, make_runs, sealed
@@ -270,6 +271,27 @@ async def test_a_silent_consumer_is_ended(target: str) -> None:
         while not message.HasField("ended"):
             message = await call.read()
             assert message is not grpc.aio.EOF
+        assert message.ended.problem.reason == "SILENT"
+
+
+@pytest.mark.asyncio
+async def test_a_consumer_that_has_taken_a_large_value_is_silent_after_three_intervals(
+    target: str,
+) -> None:
+    """While the value is on its way over a slow link nothing else is: that it came ends this time."""
+    async with RawClient(target) as client:
+        writer = await client.writer("")
+        # At 64 KiB/s it takes two minutes.
+        await fill(writer, 1, 1, 8_000_000)
+        follow = await client.follow(heartbeat_seconds=0.1)
+        await follow.start(start_at(1))
+        await follow.until("frame")
+        await follow.until("heartbeat")
+        # It answers nothing from now on.
+        async with asyncio.timeout(WAIT_SECONDS):
+            message = await follow.call.read()
+            while not message.HasField("ended"):
+                message = await follow.call.read()
         assert message.ended.problem.reason == "SILENT"
 
 

@@ -289,6 +289,9 @@ class UpstreamStream:
                 highs = self._upstream_state.highs
                 highs[partitions] = np.maximum(highs[partitions], moved["seqno"])
                 await self._say(pong=wire.Pong())
+                # All that came is consumed: the upstream knows by that what is not on its way any more.
+                if back := self._returned.flush():
+                    await self._say(credit=wire.Credit(bytes=back))
                 again, self._again = sorted(self._again), set()
                 await self._start(again)
             case "ended":

@@ -93,6 +93,8 @@ class FollowCall:
         self._owed = 0.0
         self._reader_seconds = reader_seconds
         self._writing_until = math.inf
+        # While frames, and what costs no credit, may be on their way to a client on a slow link.
+        self._frames_until = self._others_until = -math.inf
         self._unheard = False
         self._context = context
         self._liveness = liveness
@@ -264,14 +266,29 @@ class FollowCall:
         # Silence does not count while the server itself does not read.
         return not self._unheard and self._talk.check_heard(now)
 
-    async def _write(self, message: Any, size: int = 0) -> None:
-        """Write a message; allow more time for a large value on a slow link."""
+    def _shorten_excuse(self) -> None:
+        """Excuse a client that was heard for no longer than what it has given no credit back for takes on a slow link."""
+        left = self.follower.credit.outstanding / SLOW_BYTES_A_SECOND
+        self._frames_until = min(self._frames_until, self._loop.time() + left)
+        self._liveness.excuse(max(self._frames_until, self._others_until))
+
+    async def _write(self, message: Any, size: int, *, is_credited: bool = False) -> None:
+        """Write a message; allow more time for a large value on a slow link.
+
+        Args:
+            is_credited: whether the client gives as much credit back for it.
+        """
         now, patience = self._loop.time(), self._reader_seconds
         if size > FRAME_BYTES:
             patience += (size - FRAME_BYTES) / SLOW_BYTES_A_SECOND
         if size >= SMALL_BYTES:
             # Before it is through no heartbeat gets to the client, which so has nothing to say.
-            self._liveness.heard(now + size / SLOW_BYTES_A_SECOND)
+            until = now + size / SLOW_BYTES_A_SECOND
+            if is_credited:
+                self._frames_until = max(self._frames_until, until)
+            else:
+                self._others_until = max(self._others_until, until)
+            self._liveness.excuse(max(self._frames_until, self._others_until))
         self._writing_until = now + patience
         await self._context.write(message)
         self._writing_until = math.inf
@@ -329,6 +346,7 @@ class FollowCall:
                     count = len(start.partitions) + len(start.table) // START.itemsize
                     self._trace.begin(partitions=count)
                 await self._take(request)
+                self._shorten_excuse()
                 del request
             while self._talk.waiting >= UNSENT_ANSWERS_MAX:
                 # Back-pressure: read no requests while answers are unsent.
@@ -387,7 +405,7 @@ class FollowCall:
         if self.follower.options.plain_rows:
             await self._send_plain(saying, frame)
         else:
-            await self._write(saying.message, frame.size)
+            await self._write(saying.message, frame.size, is_credited=True)
         self._frame_bytes = 0
         self._account()
         traffic = self._host.disk.traffic
