@@ -232,6 +232,25 @@ def test_an_owner_on_a_disk_that_hangs_is_followed(
     world.check()
 
 
+def test_an_owner_on_a_slow_disk_stays_that_while_a_large_write_takes_its_time(
+    world: ClusterWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All disks are that slow: the next owner would be no better off, and nothing would ever be acknowledged."""
+    first, append, outcome = world.servers[0], Disk.append, list[Any]()
+
+    async def appends(disk: Disk, commit: Commit) -> int:
+        await asyncio.sleep(sum(len(one.block) for one in commit.entries) / 600_000)
+        return await append(disk, commit)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "append", appends)
+        write = lambda client: client.bucket("default").set(b"k", bytes(7_500_000))  # noqa: E731
+        world.people.order(write, [first.address], outcome.append)
+        world.until(lambda: bool(outcome), 40, "written")
+    assert not isinstance(outcome[0], UprError)
+    assert first.active
+
+
 @pytest.mark.parametrize("seconds", [0, 4])
 def test_who_claims_in_vain_lets_others_claim(
     world: ClusterWorld, monkeypatch: pytest.MonkeyPatch, seconds: float

@@ -50,6 +50,8 @@ VAIN_SECONDS = 10.0
 """Time after which others claim where nobody served: who claimed cannot end it."""
 HANGS_SECONDS = 10.0
 """Time in which nothing that an owner writes comes on its disk, and no error either, after which it gives the ownership up."""
+HANGS_BYTES_A_SECOND = 2 * 2**20
+"""What is large takes longer than that: on disks that are slower than this, all of them, nobody would be the owner for long."""
 _AWAY_HINT = "who is active goes on; until etcd answers nobody else becomes that, and nobody is counted or taken out"
 
 
@@ -341,14 +343,17 @@ class Keeper:
         inventory, standing = ownership.inventory, ownership.standing
         # A process that stood still was not waiting for its disk.
         seconds, self._looked_at = min(now - self._looked_at, 2 * LOOK_SECONDS), now
-        self._hanging = {
-            one: self._hanging.get(one, 0.0) + seconds for one in inventory.being_written
-        }
-        longest = max(self._hanging.values(), default=0.0)
-        if longest < HANGS_SECONDS or standing.directory in standing.row.counted:
+        writing = inventory.being_written
+        self._hanging = {one: self._hanging.get(one, 0.0) + seconds for one in writing}
+        late = [
+            taken
+            for one, taken in self._hanging.items()
+            if taken >= HANGS_SECONDS + writing[one] / HANGS_BYTES_A_SECOND
+        ]
+        if not late or standing.directory in standing.row.counted:
             return None
         return StorageFailedError(
-            f"a write to the disk of this server has not ended for {longest:.0f} s",
+            f"a write to the disk of this server has not ended for {max(late):.0f} s",
             hint="mend the disk; another server becomes active meanwhile",
             retriable=True,
         )

@@ -318,10 +318,16 @@ class Inventory:
         return next(filter(None, failures), None)
 
     @property
-    def being_written(self) -> set[tuple[int, int]]:
-        """The buckets whose journal is being written, by version, each with how far it is; one that waits for room is not."""
+    def being_written(self) -> dict[tuple[int, int], int]:
+        """The sizes of the commits that journals are writing, by the bucket's version and how far it is; one that waits for room
+        is none.
+        """
         tails = {v: h.bucket.tail for v, h in self._hosts().items() if not h.bucket.stalled}
-        return {(v, tail.durable) for v, tail in tails.items() if tail.durable < tail.end}
+        return {
+            (v, tail.durable): sum(len(one.data) for one in tail.range(tail.durable, tail.taken))
+            for v, tail in tails.items()
+            if tail.durable < tail.taken
+        }
 
     @property
     def unfit(self) -> UprError | None:
