@@ -150,9 +150,14 @@ def tcp_sockets() -> Iterator[socket.socket]:
         return
     for number in numbers:
         with suppress(OSError):
-            if not os.readlink(_OPEN / number).startswith("socket:"):
+            copy = os.dup(int(number))
+            try:
+                one = socket.socket(fileno=copy)
+            except OSError:
+                # Of a file, or of what has its number by now.
+                os.close(copy)
                 continue
-            with socket.socket(fileno=os.dup(int(number))) as one:
+            with one:
                 if one.family in (socket.AF_INET, socket.AF_INET6):
                     yield one
 
