@@ -273,6 +273,11 @@ class Login:
         return replace(self, token=token_from(token)) if isinstance(token, Path) else self
 
 
+def was_silent(error: UprError) -> bool:
+    """Return whether this side ended a call because it did not hear the server."""
+    return error.reason == SILENT_REASON and isinstance(error, UnavailableError)
+
+
 def moves_on(error: UprError) -> bool:
     """Whether another endpoint may do better: this one cannot be reached, is stopping, behind, or not the active one."""
     return error.reason in _MOVES

@@ -54,6 +54,8 @@ MESSAGE_BYTES_MAX: Final = 24 * 2**20
 """The gRPC message limit, both ends: the largest value, its key and room for the envelope."""
 SLOW_BYTES_A_SECOND: Final = 64 * 2**10
 """Slowest link that a large message is waited for on, at either end."""
+MESSAGE_SECONDS: Final = MESSAGE_BYTES_MAX / SLOW_BYTES_A_SECOND
+"""Longest time that one message takes on such a link; nothing else comes before it."""
 WRITE_BLOCK_BYTES_MAX: Final = MESSAGE_BYTES_MAX - 64 * 2**10
 """Columns of one Write, so that the numbered block fits into a frame with its envelope."""
 FURTHER_COLUMNS_MAX: Final = 16

@@ -228,10 +228,10 @@ async def cuts(target: str) -> None:
     """10 clients that create cuts under ever new names without a pause."""
     names = itertools.count()
 
-    def create(client: RawClient) -> Awaitable[Any]:
+    async def create(client: RawClient) -> None:
         name = f"attack-{os.getpid()}-{next(names)}"
         request = changes.CreateCutRequest(bucket="default", name=name, lease_seconds=5)
-        return client.changes.CreateCut(request, timeout=30)  # type: ignore[no-any-return]
+        await client.changes.CreateCut(request, timeout=30)
 
     await _ask_on(target, 10, create)
 

@@ -51,7 +51,8 @@ VAIN_SECONDS = 10.0
 HANGS_SECONDS = 10.0
 """Time in which nothing that an owner writes comes on its disk, and no error either, after which it gives the ownership up."""
 HANGS_BYTES_A_SECOND = 2 * 2**20
-"""What is large takes longer than that: on disks that are slower than this, all of them, nobody would be the owner for long."""
+"""Slowest disk that is not taken for a hanging one: a large commit takes longer than HANGS_SECONDS, and where all disks do, nobody
+would be the owner for long."""
 _AWAY_HINT = "who is active goes on; until etcd answers nobody else becomes that, and nobody is counted or taken out"
 
 

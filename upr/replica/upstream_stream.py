@@ -26,7 +26,7 @@ from upr_protocol.errors import ProtocolError, UnavailableError, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.flow import CreditReturn
 from upr_protocol.handshake import RollbackAnswer, Rule, boundary_of
-from upr_protocol.limits import MESSAGE_BYTES_MAX, PARTITIONS, SILENT_INTERVALS, SLOW_BYTES_A_SECOND
+from upr_protocol.limits import MESSAGE_SECONDS, PARTITIONS, SILENT_INTERVALS
 from upr_protocol.position import Position
 from upr_protocol.wire.codec import encode_block, joined_blocks, log_from_messages, producer_writes
 from upr_protocol.wire.compression import zstd_available
@@ -35,10 +35,8 @@ from upr_protocol.wire.v1 import change_stream_service_pb2 as wire
 from upr_protocol.wire.v1 import types_pb2 as types
 
 HEARTBEAT_SECONDS = 1.0
-"""Interval of heartbeats: what was refused is started again so often."""
-_MESSAGE_SECONDS = MESSAGE_BYTES_MAX / SLOW_BYTES_A_SECOND
-"""How long one message may take on a slow link, and nothing else comes before it. That an upstream is gone is seen sooner
-by who lists its buckets (``replication``)."""
+"""Interval of heartbeats: what was refused is started again so often. That an upstream is gone is seen by who lists its
+buckets (``replication``), sooner than by its silence."""
 _NO_TOKEN = -1
 
 
@@ -103,7 +101,7 @@ class UpstreamStream:
             self._upstream_state.refused.clear()
             await self._upstream_state.set_joining(True)
             self._returned = CreditReturn(opened.credit_bytes)
-            silence = SILENT_INTERVALS * opened.heartbeat_seconds + _MESSAGE_SECONDS
+            silence = SILENT_INTERVALS * opened.heartbeat_seconds + MESSAGE_SECONDS
             partitions = np.flatnonzero(self._table.state != DEAD)
             chosen = (
                 partitions if self._only is None else np.intersect1d(partitions, list(self._only))
@@ -138,7 +136,7 @@ class UpstreamStream:
         )
         opening.MergeFrom(self._introduction)
         await self._say(open=opening)
-        first = await self._read(SILENT_INTERVALS * HEARTBEAT_SECONDS + _MESSAGE_SECONDS)
+        first = await self._read(SILENT_INTERVALS * HEARTBEAT_SECONDS + MESSAGE_SECONDS)
         if first.WhichOneof("message") != "opened":
             raise ProtocolError("the upstream did not answer an Open with Opened")
         return first.opened

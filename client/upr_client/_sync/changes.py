@@ -33,7 +33,7 @@ from upr_client.changes.link import Clock, boot_seconds
 from upr_client.changes.options import CONCURRENCY, RETRIES, ChangesOptions, HandlingOptions
 from upr_client.changes.session import Following, Step
 from upr_client.changes.status import ChangesStatus
-from upr_client.endpoints import SILENT_REASON
+from upr_client.endpoints import was_silent
 from upr_client.writes import WriteResult, WriteResults, token_of
 from upr_protocol.errors import (
     ClosedError,
@@ -743,8 +743,7 @@ class Changes:
         acknowledged, and gRPC within a minute where something in between acknowledges.
         """
         stubs = self._stubs
-        own = error.reason == SILENT_REASON and isinstance(error, UnavailableError)
-        if stubs is None or not own or error.owner:
+        if stubs is None or not was_silent(error) or error.owner:
             return False
         silent = self._bucket.connection.silent
         gone = self._call(silent, stubs, self._bucket.name, follow.interval)
@@ -765,7 +764,7 @@ class Changes:
         if stubs is not None:
             self._stubs = None
             longest = connection.lost(error, stubs, self._worked)
-            if error.reason == SILENT_REASON and isinstance(error, UnavailableError):
+            if was_silent(error):
                 connection.give_up(stubs)
         with self._mutex:
             seconds = self._following.lost(error, longest)

@@ -19,10 +19,9 @@ from upr_protocol.limits import (
     CREDIT_BYTES_MAX,
     HEARTBEAT_SECONDS,
     HEARTBEAT_SECONDS_MAX,
-    MESSAGE_BYTES_MAX,
+    MESSAGE_SECONDS,
     PARTITIONS,
     SILENT_INTERVALS,
-    SLOW_BYTES_A_SECOND,
 )
 from upr_protocol.position_table import PositionTable
 from upr_protocol.wire.grpc import error_of
@@ -134,13 +133,12 @@ class CallState:
 
     def answered(self, now: float) -> bool:
         """The server, which was silent, answered another call. Return whether a message may be on its way, on a slow link."""
-        may_come = now - self._arrived_at < _MESSAGE_SECONDS
+        may_come = now - self._arrived_at < MESSAGE_SECONDS
         if may_come:
             self._liveness.heard(now)
         return may_come
 
 
-_MESSAGE_SECONDS: Final = MESSAGE_BYTES_MAX / SLOW_BYTES_A_SECOND
 _DOUBLINGS_MAX: Final = 5
 _CALM_SILENCES: Final = 3
 

@@ -507,7 +507,7 @@ async def test_a_call_is_silent_for_long_while_its_server_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a slow link nothing comes before a large message is through; for ever is no message on its way."""
-    monkeypatch.setattr("upr_client.changes.link._MESSAGE_SECONDS", 1.5)
+    monkeypatch.setattr("upr_client.changes.link.MESSAGE_SECONDS", 1.5)
     first = [Expect("open"), opened(heartbeat_seconds=0.1), Expect("start"), Hold()]
     second = [*BEGIN, answers(started(1, 7)), *END]
     status: list[str] = []
