@@ -14,7 +14,13 @@ from tests.service.bucket_state import started
 from tests.storage.stored_blocks import numbers_of
 from upr.config import ServerConfig
 from upr.service.buckets.bucket_service import BucketService
-from upr.storage.keyspace import PRODUCER_GRAIN, ProducerNumbers, ProducerRow
+from upr.storage.keyspace import (
+    PRODUCER_GRAIN,
+    ProducerNumbers,
+    ProducerRow,
+    producer_time_key,
+)
+from upr.storage.lmdb_pages import DATA_FILE
 from upr.storage.store import FORGET_ROWS, Store
 from upr_protocol.block import Block, build_block
 from upr_protocol.errors import ContentDiffersError, TooManyError
@@ -224,6 +230,23 @@ def test_the_newest_names_stay_and_each_transaction_is_bounded(tmp_path: Path) -
     assert count_of(store) == 20
     assert store.producer_rows(b"39") == {}
     assert len(store.producer_rows(b"40")) == 64
+    store.close()
+
+
+def test_an_entry_that_the_disk_changed_does_not_keep_the_others_from_being_forgotten(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path)
+    store.put_flush([], {}, {name: numbers(DAY, 5) for name in (b"alfa", b"bravo", b"charlie")})
+    store.close()
+    key = producer_time_key(DAY, b"alfa")
+    data = (tmp_path / DATA_FILE).read_bytes()
+    assert data.count(key) == 1
+    # It stays where it is, and a search by key goes past it.
+    (tmp_path / DATA_FILE).write_bytes(data.replace(key, key.replace(b"alfa", b"qlfa")))
+    store = Store(tmp_path)
+    assert store.forget_producers(2 * DAY, 10) == (3, False)
+    assert count_of(store) == 0
     store.close()
 
 

@@ -827,7 +827,10 @@ class Store:
             while (key := self._oldest(txn, before, keep)) is not None:
                 if rows >= FORGET_ROWS:
                     return Forgotten(names, True)
-                txn.delete(key, db=self._producer_times)
+                with txn.cursor(db=self._producer_times) as cursor:
+                    # By its place: a key that the disk changed may not be found, and would be the oldest for ever.
+                    cursor.first()
+                    cursor.delete()
                 _, name = keyspace.unpack_producer_time_key(key)
                 txn.delete(keyspace.producer_key(name), db=self._producers)
                 for database in (self._producers, self._replaced):
