@@ -250,6 +250,22 @@ def test_an_entry_that_the_disk_changed_does_not_keep_the_others_from_being_forg
     store.close()
 
 
+def test_an_entry_that_the_disk_made_older_has_no_producer_forgotten(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.put_flush([], {}, {name: numbers(3 * DAY, 5) for name in (b"alfa", b"bravo")})
+    store.close()
+    key = producer_time_key(3 * DAY, b"alfa")
+    data = (tmp_path / DATA_FILE).read_bytes()
+    assert data.count(key) == 1
+    (tmp_path / DATA_FILE).write_bytes(data.replace(key, producer_time_key(DAY, b"alfa")))
+    store = Store(tmp_path)
+    assert store.forget_producers(2 * DAY, 10) == (0, False)
+    assert list(store.producer_rows(b"alfa")) == [5]
+    assert store.forget_producers(4 * DAY, 10) == (2, False)
+    assert count_of(store) == 0
+    store.close()
+
+
 def test_a_later_write_adds_to_what_is_stored_of_the_others(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.put_flush([], {}, {b"p": numbers(1, 3, 17, 18, number=4)})

@@ -831,14 +831,20 @@ class Store:
                     # By its place: a key that the disk changed may not be found, and would be the oldest for ever.
                     cursor.first()
                     cursor.delete()
-                _, name = keyspace.unpack_producer_time_key(key)
+                rows += 2
+                time, name = keyspace.unpack_producer_time_key(key)
+                seen = self._seen(txn, keyspace.producer_key(name))
+                if seen is not None and seen.time > time:
+                    # Its numbers are needed: the entry has no checksum, and is made again as it was.
+                    key = keyspace.producer_time_key(seen.time, name)
+                    txn.put(key, b"", db=self._producer_times)
+                    continue
                 txn.delete(keyspace.producer_key(name), db=self._producers)
                 for database in (self._producers, self._replaced):
                     with txn.cursor(db=database) as cursor:
                         for old in list(keys_of(cursor, name)):
                             txn.delete(old, db=database)
                             rows += 1
-                rows += 2
                 names += 1
         return Forgotten(names, False)
 
