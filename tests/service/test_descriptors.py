@@ -1,20 +1,27 @@
 """A process that may open few files: sockets that say nothing take neither the store's descriptors nor the clients'."""
 
 import asyncio
+import gc
 import operator
 import os
 import resource
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import pytest
 
 from tests.harness import RunningServer, poll
 from tests.raw import RawClient
+from upr.config import ServerConfig
+from upr.service.buckets.bucket_service import BucketService
 from upr.service.overload import process
+from upr.storage.store import Store
 from upr_protocol.errors import ListenError
 from upr_protocol.limits import BUCKETS_MAX, CONNECTIONS_MAX
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -195,3 +202,21 @@ async def _problems(client: RawClient) -> list[types.Problem]:
 
 def _storage() -> admin.GetStorageRequest:
     return admin.GetStorageRequest(bucket="default")
+
+
+def test_what_could_not_be_opened_leaves_no_descriptor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise lmdb.DiskError("mdb_txn_commit: No space left on device")
+
+    with closing(Store(folder / "store")) as store:
+        store.clear_proof()
+    monkeypatch.setattr(Store, "write_recovery", full)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        # Behind the journal: what is open of it would keep the room of segments that are removed later, too.
+        with pytest.raises(lmdb.DiskError):
+            BucketService(folder, ServerConfig(data=folder))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

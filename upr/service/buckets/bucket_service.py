@@ -155,7 +155,7 @@ class BucketService:
         try:
             self._open(config)
         except BaseException:
-            self.disk.store.close()
+            self.disk.close()
             raise
 
     def _open(self, config: ServerConfig) -> None:
