@@ -9,19 +9,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from tests.harness import WAIT_SECONDS, pass_turns, until
 from tests.raw import RawClient, seqnos_of, start_at
 from tests.service.bucket_state import serving, started
 from upr.config import ServerConfig
+from upr.engine.recovery import Undo
 from upr.engine.tail import Tail
 from upr.service.buckets import room as room_module
 from upr.service.buckets.bucket_service import BucketService
+from upr.service.buckets.catalog import Catalog
 from upr.service.buckets.room import WaitingRoom
 from upr.service.storage_trouble import Failing, Troubles
+from upr.storage.directory import DataDirectory
+from upr.storage.store import Store
+from upr.storage.undone import undone_files
+from upr_client.testing.memory import run_block
 from upr_protocol.block import Block, build_block
 from upr_protocol.errors import StorageFailedError, TooManyError
+from upr_protocol.failover import FailoverLog
+from upr_protocol.wire.codec import encode_block
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
 
 
@@ -251,3 +260,36 @@ def test_of_several_troubles_the_gravest_is_the_problem() -> None:
     for what in (Failing.ROOM, Failing.FLUSH, Failing.POSITIONS, Failing.MERGE, Failing.PURGE):
         troubles.ends(what)
     assert troubles.problem() is None
+
+
+@pytest.mark.asyncio
+async def test_tries_to_undo_that_find_no_room_leave_no_file_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Store.write_recovery
+
+    def full(*arguments: Any, undone: Any = (), **more: Any) -> None:
+        # By then what is undone is in a file.
+        if undone:
+            raise lmdb.DiskError("mdb_txn_commit: No space left on device")
+        write(*arguments, **more)
+
+    directory = DataDirectory(tmp_path / "replica")
+    catalog = Catalog(directory, ServerConfig(directory.path, replicate_from=("127.0.0.1:1",)))
+    catalog.start(partial(asyncio.sleep, 0))
+    host = await catalog.create("some", version=7, active=False)
+    await host.adopt({3: FailoverLog.born(7, epoch=1)}, {3: 1})
+    block = run_block(3, [(1, b"k", b"v")], 0, 1, 1)
+    await host.receive(block, encode_block(block), [])
+    undo = {3: Undo(0, FailoverLog.born(9, epoch=2), 2)}
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write_recovery", full)
+        for _ in range(2):
+            with pytest.raises(StorageFailedError, match="could be undone"):
+                await catalog.reopen("some", undo)
+            assert catalog.find("some").bucket.partitions.high[3] == 1
+            assert undone_files(directory.path) == []
+    await catalog.reopen("some", undo)
+    assert len(undone_files(directory.path)) == 1
+    assert await asyncio.wait_for(catalog.close(), WAIT_SECONDS)
+    directory.close()

@@ -11,7 +11,13 @@ from tests.model import Row
 from tests.raw import cells_for, with_cells
 from upr.storage.directory import DataDirectory
 from upr.storage.store import Identity
-from upr.storage.undone import UndoneFile, read_undone, undone_files, write_undone
+from upr.storage.undone import (
+    UndoneFile,
+    forget_undone,
+    read_undone,
+    undone_files,
+    write_undone,
+)
 from upr_client.testing.memory import run_block
 from upr_protocol.block import Block
 from upr_protocol.errors import DataDamagedError
@@ -89,3 +95,14 @@ def test_what_is_no_file_of_undone_mutations_is_damaged(tmp_path: Path, line: by
     if line:
         with pytest.raises(DataDamagedError, match="line 2 cannot be read"):
             list(one.rows())
+
+
+def test_what_was_not_undone_after_all_is_forgotten_and_nothing_else(tmp_path: Path) -> None:
+    for time in (TIME - 1, TIME):
+        write_undone(tmp_path, IDENTITY, [block(1, b"a")], {P: 0}, time)
+    write_undone(tmp_path, Identity("c", 2), [block(1, b"a")], {P: 0}, TIME)
+    (tmp_path / "undone" / "torn.jsonl").write_text("{")
+    forget_undone(tmp_path, 1, TIME)
+    left = sorted(file.name for file in (tmp_path / "undone").iterdir())
+    assert left == [f"b-{TIME - 1}.jsonl", f"c-{TIME}.jsonl", "torn.jsonl"]
+    forget_undone(tmp_path / "elsewhere", 1, TIME)

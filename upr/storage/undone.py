@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
@@ -101,6 +102,21 @@ def write_undone(
     replace_durably(path, lines())
     sync_folder(folder)
     return count
+
+
+def forget_undone(folder: Path, version: int, since: int) -> None:
+    """Remove the files of a bucket's mutations that were written from a time on, because they were not undone after all.
+
+    Args:
+        folder: the data directory.
+        since: microseconds since the epoch.
+    """
+    for path in (folder / "undone").glob("*.jsonl"):
+        # It is not this one's part to say that another file is damaged.
+        with suppress(OSError, DataDamagedError):
+            file = read_undone(path)
+            if file.version == version and file.time >= since and not file.folder:
+                path.unlink()
 
 
 def keep_bucket(folder: Path, identity: Identity, highs: U64, now: int) -> Path:

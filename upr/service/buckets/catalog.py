@@ -46,7 +46,7 @@ from upr.storage.journal import Journal
 from upr.storage.keyspace import PartitionRow
 from upr.storage.lmdb_pages import free_bytes
 from upr.storage.store import Identity, Store
-from upr.storage.undone import keep_bucket
+from upr.storage.undone import forget_undone, keep_bucket
 from upr_protocol.errors import (
     AlreadyExistsError,
     BehindError,
@@ -670,12 +670,17 @@ class Catalog:
     ) -> BucketService:
         folder, undone = host.folder, host.upstream_state.undone if host.upstream_state else 0
         failure: Exception | None = None
+        began = self._clock.now()
         try:
             await host.discard()
             try:
                 host = await asyncio.to_thread(self._opened, folder, undo)
             except (OSError, lmdb.Error) as error:
                 failure = error
+                if is_full(error):
+                    # It is tried again, and the file of each try would take the room that comes free meanwhile.
+                    version = host.bucket.identity.version
+                    await asyncio.to_thread(forget_undone, self._directory.path, version, began)
                 host = await asyncio.to_thread(self._opened, folder)
         except Exception as error:
             self._damaged[name] = damaged = _damaged(folder, error)
