@@ -4,7 +4,7 @@ import asyncio
 import errno
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from upr.storage.store import Store
 from upr.storage.undone import undone_files
 from upr_client.testing.memory import run_block
 from upr_protocol.block import Block, build_block
-from upr_protocol.errors import StorageFailedError, TooManyError
+from upr_protocol.errors import NoRoomError, StorageFailedError, TooManyError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.wire.codec import encode_block
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -293,3 +293,21 @@ async def test_tries_to_undo_that_find_no_room_leave_no_file_of_it(
     assert len(undone_files(directory.path)) == 1
     assert await asyncio.wait_for(catalog.close(), WAIT_SECONDS)
     directory.close()
+
+
+@pytest.mark.asyncio
+async def test_a_new_bucket_takes_no_room_from_the_others(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 2**20
+    monkeypatch.setattr(room_module, "free_bytes", lambda path: room)
+    monkeypatch.setattr(room_module, "LOOK_SECONDS", 0)
+    catalog.start(partial(asyncio.sleep, 0))
+    others = catalog.find("default")
+    while len(catalog.hosts) == 1:
+        room += 2**20
+        with suppress(NoRoomError):
+            await catalog.create("new")
+    await others.write(build_block([b"k"], [b"v"]), b"", None, 0)
+    room = 2**30
+    assert await asyncio.wait_for(catalog.close(), WAIT_SECONDS)

@@ -28,7 +28,7 @@ from upr.service.buckets.bucket_service import (
     not_granted,
 )
 from upr.service.buckets.keepers import finish_even_if_cancelled, lasting
-from upr.service.buckets.room import DiskRoom, WaitingRoom
+from upr.service.buckets.room import BUCKET_BYTES, DiskRoom, WaitingRoom
 from upr.service.clock import Clock
 from upr.service.overload.process import buckets_max
 from upr.service.storage_trouble import Failing, is_full, words_of
@@ -70,7 +70,8 @@ from upr_protocol.wire.v1.replica_service_pb2 import SetMember
 log = logging.getLogger(__name__)
 
 DEFAULT_BUCKET = "default"
-NEW_BUCKET_BYTES = 2**20
+NEW_BUCKET_BYTES = 2**20 + BUCKET_BYTES
+"""Its files, and what is reserved for it from then on: else no other bucket would find room for a write."""
 FULL_BYTES = 2**20
 """Less than this is free on a full disk."""
 BECOMING_SECONDS = 2.0
