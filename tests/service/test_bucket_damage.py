@@ -1,8 +1,11 @@
 """A bucket that is damaged or whose storage fails, beside others that are well."""
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import grpc
+import lmdb
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -15,6 +18,7 @@ from upr.storage.directory import DataDirectory
 from upr_client import AsyncClient
 from upr_client.errors import AlreadyExistsError, DataDamagedError, StorageFailedError
 from upr_protocol.block import build_block
+from upr_protocol.errors import DataDirectoryError
 
 
 @pytest.mark.asyncio
@@ -55,7 +59,7 @@ async def test_a_damaged_bucket_takes_the_others_not_down(
                 await attempt
         with pytest.raises(AlreadyExistsError):
             await client.admin.create_bucket(broken)
-        assert "a bucket is damaged and is not served" in server.log_text()
+        assert "a bucket cannot be opened, and is not served" in server.log_text()
         assert await client.admin.drop_bucket(broken) == versions[broken]
         made = await client.admin.create_bucket(broken)
         await folders_are(server, [made.version, versions[whole]])
@@ -146,4 +150,29 @@ async def test_a_problem_that_is_told_again_and_again_keeps_nothing_of_those_who
     assert frames_kept(failure) < 10
     for one in catalog.hosts:
         one.close_files()
+    directory.close()
+
+
+@pytest.mark.parametrize(
+    ("opens", "error"),
+    [
+        ("check_length", PermissionError(errno.EACCES, "Permission denied")),
+        ("lmdb.open", lmdb.ReadonlyError("a/path: Permission denied")),
+    ],
+)
+def test_files_that_the_server_may_not_use_are_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: str, error: Exception
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        # As of files that another user made.
+        raise error
+
+    directory = DataDirectory(tmp_path / "data")
+    create_bucket(directory, "default")
+    with monkeypatch.context() as patch:
+        patch.setattr(f"upr.storage.store.{opens}", refused)
+        with pytest.raises(DataDirectoryError, match="cannot be opened: Permission denied") as told:
+            Catalog(directory, ServerConfig(tmp_path / "data"))
+    assert "user" in told.value.hint
+    assert "drop" not in told.value.hint
     directory.close()

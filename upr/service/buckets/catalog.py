@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -79,6 +80,7 @@ BECOMING_SECONDS = 2.0
 WATCH_SECONDS = 1.0
 """Interval between checks that the data directory and its files still exist."""
 DAMAGED_HINT = "put a copy of its folder in its place and restart the server, or drop the bucket"
+FORBIDDEN_HINT = "let the server's user read and write all in its folder, and restart the server"
 GONE_HINT = "what was known of the old one is void; begin from 0"
 
 
@@ -173,6 +175,12 @@ def _is_for_want_of_room(folder: Path, error: Exception) -> bool:
     return False
 
 
+def _is_forbidden(error: Exception) -> bool:
+    """Return whether the server may not use a file, as where another user has made it."""
+    cause = error.__cause__ if isinstance(error.__cause__, lmdb.Error) else error
+    return words_of(cause) in (os.strerror(errno.EACCES), os.strerror(errno.EPERM))
+
+
 def _no_room(words: str) -> NoRoomError:
     return NoRoomError(f"{words}: the disk is full", hint="free some space, and start again")
 
@@ -185,6 +193,9 @@ def _damaged(folder: Path, error: Exception) -> DamagedBucket:
     problem: UprError
     if _is_for_want_of_room(folder, error):
         problem = _no_room(f"{folder} cannot be opened")
+    elif _is_forbidden(error):
+        words = f"{folder} cannot be opened: {os.strerror(errno.EACCES)}"
+        problem = DataDirectoryError(words, hint=FORBIDDEN_HINT)
     elif isinstance(error, UprError):
         problem = error
     else:
@@ -306,7 +317,7 @@ class Catalog:
         for damaged in self._damaged.values():
             damaged.problem.hint = damaged.problem.hint or DAMAGED_HINT
             log.critical(
-                "a bucket is damaged and is not served",
+                "a bucket cannot be opened, and is not served",
                 extra={"bucket": damaged.name, "problem": str(damaged.problem)},
             )
         # In a cluster the map says which buckets there are.
