@@ -2,8 +2,10 @@
 
 import base64
 import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,3 +108,36 @@ def test_what_was_not_undone_after_all_is_forgotten_and_nothing_else(tmp_path: P
     left = sorted(file.name for file in (tmp_path / "undone").iterdir())
     assert left == [f"b-{TIME - 1}.jsonl", f"c-{TIME}.jsonl", "torn.jsonl"]
     forget_undone(tmp_path / "elsewhere", 1, TIME)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"op": "st"},
+        {"op": "delete"},
+        {"value": None},
+        {"key": None},
+        {"key": "a"},
+        {"key": 5},
+        {"partition": 1024},
+        {"partition": "7"},
+        {"seqno": None},
+        {"further": 5},
+        {"further": {"a": ""}},
+        {"further": {"1": "!"}},
+    ],
+    ids=str,
+)
+def test_a_line_that_was_edited_and_is_no_mutation_is_named(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    write_undone(tmp_path, IDENTITY, [block(1, b"a", b"b")], {P: 0}, TIME)
+    (file,) = undone_files(tmp_path)
+    first, whole, last = file.path.read_text().splitlines()
+    row = json.loads(last) | change
+    edited = json.dumps({name: told for name, told in row.items() if told is not None})
+    file.path.write_text(f"{first}\n{whole}\n{edited}\n")
+    rows = file.rows()
+    assert next(rows) == json.loads(whole)
+    with pytest.raises(DataDamagedError, match="line 3 is no mutation"):
+        next(rows)

@@ -34,6 +34,7 @@ from upr_protocol.block import (
     block_values,
 )
 from upr_protocol.errors import DataDamagedError
+from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.cells import block_cells
 
 _PLAIN = re.compile("[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
@@ -61,11 +62,15 @@ class UndoneFile:
     partitions: int = 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the mutations in order, see the module; DataDamagedError if a line cannot be read."""
+        """Yield the mutations in order, see the module; DataDamagedError if a line cannot be read, or is none."""
         with self.path.open("rb") as lines:
             next(lines, None)
             for number, line in enumerate(lines, 2):
-                yield _parsed(self.path, number, line)
+                row = _parsed(self.path, number, line)
+                # People edit these files, to put back a part of them.
+                if not _is_mutation(row):
+                    raise DataDamagedError(f"{self.path}: line {number} is no mutation")
+                yield row
 
 
 def write_undone(
@@ -199,6 +204,21 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataDamagedError(f"{path}: line {number} cannot be read")
     return found
+
+
+def _is_mutation(row: Mapping[str, Any]) -> bool:
+    partition, seqno, further = row.get("partition"), row.get("seqno"), row.get("further", {})
+    if type(partition) is not int or not 0 <= partition < PARTITIONS or type(seqno) is not int:
+        return False
+    if row.get("op") not in ("set", "delete") or (row["op"] == "set") != ("value" in row):
+        return False
+    try:
+        [int(id_) for id_ in further]
+        for text in (row["key"], row.get("value", ""), *further.values()):
+            base64.b64decode(text, validate=True)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
