@@ -9,9 +9,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.conftest import StartServer
+from tests.model import Row
 from upr.cli.admin import main
 from upr.cli.admin_commands.status import look, top_text
+from upr.storage.store import Identity
+from upr.storage.undone import write_undone
 from upr_client import Client
+from upr_client.testing.memory import run_block
+from upr_protocol.partitioning import partition_of
 
 
 def admin(*arguments: str) -> Result:
@@ -98,3 +103,24 @@ def test_a_damaged_bucket_is_listed_with_its_problem(server_process: StartServer
         shown = top_text(None, look(client))
     assert re.search(r"^default +- +0 +0% ", shown, re.MULTILINE)
     assert re.search(r"^orders +- +\d+ +- .*damaged", shown, re.MULTILINE)
+
+
+def test_what_was_undone_is_not_put_into_another_bucket_of_the_name(
+    target: str, tmp_path: Path
+) -> None:
+    with Client(target) as client:
+        old = next(one.version for one in client.admin.buckets() if one.name == "default")
+        rows = [Row(7, b"key", b"undone")]
+        lost = run_block(partition_of(b"key"), rows, 6, 7, 7, 1)
+        write_undone(tmp_path, Identity("default", old), [lost], {partition_of(b"key"): 6}, 1)
+        client.admin.drop_bucket("default", old)
+        client.admin.create_bucket("default")
+        # Of a seqno below those that were undone: in the old bucket it would be what was there before.
+        client.bucket().set(b"key", b"new")
+        (file,) = (tmp_path / "undone").iterdir()
+        command = ["undone", "apply", str(file), "--if-unchanged", "--target", target]
+        refused = CliRunner().invoke(main, command)
+        assert client.bucket().get(b"key") == b"new"
+        assert refused.exit_code == 4, refused.output
+        assert f"not {old:016x}: it was created again" in refused.stderr
+        assert "the mutations are of the old one" in refused.stderr

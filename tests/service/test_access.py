@@ -879,13 +879,15 @@ def test_a_replica_follows_over_tls_with_a_token(
         wait_until(lambda: in_step(other), replica.log_text)
         wait_until(lambda: all(m.reached for m in other.admin.topology().members), replica.log_text)
         assert other.admin.promote(takeover=True).epoch
+        (bucket,) = other.admin.buckets()
         wait_until(
             lambda: any(m.active for m in client.admin.topology().members), guarded.server.log_text
         )
     # What a server says of others is no reason to send them a token.
     file, shown = tmp_path / "undone.jsonl", tmp_path / "shown"
     row = {"partition": partition_of(b"u"), "seqno": 9, "key": "dQ==", "op": "set", "value": "dg=="}
-    head = {"bucket": "default", "version": "1", "time": 1, "markers": {}}
+    version = f"{bucket.version:016x}"
+    head = {"bucket": bucket.name, "version": version, "time": 1, "markers": {}}
     file.write_text(f"{json.dumps(head)}\n{json.dumps(row)}\n")
     shown.write_text(guarded.owner)
     for target, status in ((guarded.target, 4), (f"{guarded.target},{replica.target}", 0)):

@@ -87,7 +87,7 @@ def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) ->
         bucket = client.bucket(one.bucket)
         left = list(mine)
         while left:
-            seqnos = _newest_seqnos(target, one.bucket, left[:GET_KEYS_MAX])
+            seqnos = _newest_seqnos(target, one, left[:GET_KEYS_MAX])
             keys, left = left[: len(seqnos)], left[len(seqnos) :]
             free = [key for key in keys if seqnos[key] <= one.markers.get(partition_of(key), 0)]
             values, cells_of = [mine[key][1] for key in free], [mine[key][2] for key in free]
@@ -101,11 +101,11 @@ def apply_command(file: Path, if_unchanged: bool, target: str, as_json: bool) ->
     print_result(as_json, document, text)
 
 
-def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[bytes, int]:
+def _newest_seqnos(target: str, one: "UndoneFile", keys: Sequence[bytes]) -> dict[bytes, int]:
     """Return the seqno of the newest mutation of each key, 0 for none; at least of the first key.
 
     Raises:
-        UprError: no active server is found or answers, or a partition cannot be read.
+        UprError: no active server is found or answers, it has another bucket of that name, or a partition cannot be read.
     """
     import grpc
 
@@ -122,11 +122,15 @@ def _newest_seqnos(target: str, bucket: str, keys: Sequence[bytes]) -> dict[byte
         else grpc.secure_channel(active, mine.credentials, options=CLIENT_OPTIONS)
     ) as channel:
         try:
-            request = kv.GetRequest(bucket=bucket, keys=keys)
+            # Seqnos of another bucket of the name say nothing of what was written since.
+            request = kv.GetRequest(bucket=one.bucket, bucket_version=one.version, keys=keys)
             stub = KeyValueServiceStub(channel)
             answers = stub.Get(request, timeout=_SECONDS, metadata=shown).answers
         except grpc.RpcError as error:
-            raise error_from_call(error) from error
+            refused = error_from_call(error)
+            if refused.reason == "BUCKET_GONE":
+                refused.hint = "the mutations are of the old one; 'undone list --rows' shows them"
+            raise refused from error
     for answer in answers:
         if answer.HasField("problem"):
             raise error_of(answer.problem)
