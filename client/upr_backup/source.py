@@ -17,7 +17,7 @@ from upr_client import Client, MemoryPositions, Only, Position, Rollback, Tuning
 from upr_client.admin import CutInfo
 from upr_client.errors import CutNotFoundError, SnapshotGoneError
 from upr_client.types import Bucket
-from upr_protocol.errors import PositionDamagedError, UnavailableError, UprError
+from upr_protocol.errors import BucketGoneError, PositionDamagedError, UnavailableError, UprError
 from upr_protocol.limits import BACKUP_CUTS_NAME
 
 LEASE_SECONDS: Final = 900.0
@@ -68,14 +68,18 @@ class ServerSource:
         version = f"{self._bucket.version:016x}"
         if version != self._repository.bucket_version:
             self.release(cut.name)
-            raise RepositoryError(
-                f"the bucket {self._bucket.name!r} at the server is not the one of this repository: "
-                f"its version is {version}, here it is {self._repository.bucket_version}",
-                hint="a bucket that was created anew needs a repository of its own: upr-backup REPOSITORY init",
+            raise self._another(
+                f"its version is {version}, here it is {self._repository.bucket_version}"
             )
         self._renewed()
         times = cut.created_time, cut.expires_time, cut.lease_seconds
         return CutInfo(cut.name, *times, cut.pins, cut.left_out)
+
+    def _another(self, why: str) -> RepositoryError:
+        return RepositoryError(
+            f"the bucket {self._bucket.name!r} at the server is not the one of this repository: {why}",
+            hint="a bucket that was created anew needs a repository of its own: upr-backup REPOSITORY init",
+        )
 
     def find_cut(self, name: str) -> CutInfo | None:
         """Return a cut that still holds, renewed."""
@@ -94,6 +98,11 @@ class ServerSource:
         while True:
             try:
                 return self._admin.cuts(self._bucket, with_pins=with_pins)
+            except BucketGoneError as error:
+                if error.retriable:
+                    raise
+                # Of a run that goes on taking backups; its hint is for programs.
+                raise self._another(error.message) from error
             except UnavailableError:
                 if not self._renew_at or time.monotonic() > until:
                     raise

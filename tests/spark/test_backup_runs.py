@@ -18,7 +18,12 @@ from upr_backup.backup import Run
 from upr_backup.engines import spark as engine_module
 from upr_backup.engines import spark_session
 from upr_backup.engines.engine import Rows
-from upr_backup.errors import HistoryChangedError, LockedError, RepositoryDamagedError
+from upr_backup.errors import (
+    HistoryChangedError,
+    LockedError,
+    RepositoryDamagedError,
+    RepositoryError,
+)
 from upr_backup.repository import LocalStorage
 from upr_backup.repository.documents import Entry, seal, unseal
 from upr_backup.repository.lock import Lock
@@ -127,6 +132,24 @@ def test_runs_that_are_killed_again_and_again_leave_one_cut(target: str, tmp_pat
         assert copy.id == one.id
         ServerSource(client, copy).make_cut()
         assert holds(ServerSource(client, one), cut)
+
+
+def test_a_bucket_that_is_created_anew_between_two_turns_is_another_one(
+    target: str, tmp_path: Path
+) -> None:
+    with Client(target) as client:
+        bucket = client.bucket()
+        bucket.set(b"key", b"")
+        storage = LocalStorage(tmp_path)
+        source = ServerSource(
+            client, Repository.create(storage, "default", bucket.version, target, 0)
+        )
+        source.release(source.make_cut().name)
+        client.admin.drop_bucket("default")
+        client.admin.create_bucket("default")
+        with pytest.raises(RepositoryError, match="is not the one of this repository") as refused:
+            source.make_cut()
+        assert "needs a repository of its own" in refused.value.hint
 
 
 class Changes:
