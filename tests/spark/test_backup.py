@@ -255,6 +255,8 @@ def test_no_room_loses_nothing(
             patched.setattr(where, method, full)
             done = upr_backup(repository, "backup")
         assert (done.exit_code, "No space left" in done.stderr) == (2, True)
+        if where is LocalSink:
+            assert not LocalStorage(repository).names("data/0000000004/")
     assert taken(repository)["rows"] == 1
     assert upr_backup(repository, "verify", "--full").exit_code == 0
 

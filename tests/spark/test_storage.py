@@ -129,14 +129,13 @@ def test_a_big_object_is_read_in_any_order(storage: Storage) -> None:
     assert storage.read("data/1/empty") == b""
 
 
-def test_what_is_given_up_leaves_nothing_to_read(storage: Storage) -> None:
+def test_what_is_given_up_leaves_nothing(storage: Storage) -> None:
     for size in (100, 40 * 2**20):
         sink = storage.create("data/1/lost")
         sink.write(bytes(size))
         sink.close()
-        if isinstance(storage, ObjectStorage):
-            assert storage.names("data/") == []
-        storage.delete("data/1/lost")
+        # On a full disk it would take the room that the next run needs.
+        assert storage.names("data/") == []
 
 
 def test_parquet_is_read_by_row_groups(s3: S3Server) -> None:

@@ -42,7 +42,7 @@ class Sink(Protocol):
         """Make it durable, and return its SHA-256 in hex."""
 
     def close(self) -> None:
-        """End without a promise; harmless after ``finish``."""
+        """Give the object up unless it is finished."""
 
 
 class ObjectReader(io.RawIOBase):
@@ -264,6 +264,7 @@ class LocalSink:
         self._path = path
         self._file = path.open("xb")
         self._hash = hashlib.sha256()
+        self._finished = False
         self.size = 0
 
     @property
@@ -285,11 +286,19 @@ class LocalSink:
             os.fsync(self._file.fileno())
             self._file.close()
         _sync_folder(self._path.parent)
+        self._finished = True
         return self._hash.hexdigest()
 
     def close(self) -> None:
-        with _named(self._path):
+        """Remove the file unless it is finished: on a full disk it would take the room that the next run needs."""
+        if self._finished:
+            return
+        self._finished = True
+        # What cannot be written any more was told of by what wrote it, and is not wanted.
+        with suppress(OSError):
             self._file.close()
+        with suppress(OSError):
+            self._path.unlink()
 
 
 def check_size(name: str, size: int) -> None:
