@@ -169,6 +169,9 @@ class RowsWriter:
     def close(self) -> None:
         if self._sink is not None:
             self._sink.close()
+        if self._writer is not None:
+            # Else pyarrow would write the end of a file that was given up, and complain on stderr.
+            self._writer.is_open = False
 
 
 def read_rows(storage: Storage, file: FileRef, partitions: Iterable[int]) -> Iterable[Any]:

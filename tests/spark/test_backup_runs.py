@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from tests.spark.backup_model import InlineEngine, MemoryStorage, ModelSource, World
@@ -28,6 +29,7 @@ from upr_backup.repository import LocalStorage
 from upr_backup.repository.documents import Entry, seal, unseal
 from upr_backup.repository.lock import Lock
 from upr_backup.repository.repository import Repository
+from upr_backup.rows import SCHEMA, RowsWriter
 from upr_backup.source import ServerSource, read_group
 from upr_backup.task import Task, TaskResult, stage_read
 from upr_client import Client, Position, Rollback
@@ -150,6 +152,19 @@ def test_a_bucket_that_is_created_anew_between_two_turns_is_another_one(
         with pytest.raises(RepositoryError, match="is not the one of this repository") as refused:
             source.make_cut()
         assert "needs a repository of its own" in refused.value.hint
+
+
+def test_what_is_given_up_says_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    complaints: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    monkeypatch.setattr("upr_backup.rows._FLUSH_BYTES", 1)
+    writer = RowsWriter(LocalStorage(tmp_path), "data/1/a.parquet")
+    row = {"partition": 1, "seqno": 1, "op": "set", "key": b"k", "value": b"", "time": 0}
+    writer.add_rows(pa.RecordBatch.from_pylist([row | {"further": None}], schema=SCHEMA))
+    writer.close()
+    del writer
+    assert complaints == []
+    assert not list(tmp_path.rglob("*.parquet"))
 
 
 class Changes:

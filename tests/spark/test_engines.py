@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.harness import RunningServer, wait_until
+from tests.proxy import Proxy
 from tests.spark.backup_process import (
     Backup,
     alive,
@@ -275,6 +276,38 @@ def test_who_stops_listening_stops_the_pool(server: RunningServer, tmp_path: Pat
     events.close()
     assert pool_of_this_process() == set()
     os.kill(server.pid, signal.SIGCONT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_pool_that_is_stopped_leaves_no_half_written_file(
+    server: RunningServer, tmp_path: Path, killed: bool
+) -> None:
+    """On a full disk they would take the room that the next run needs, and prune does not know of them."""
+    with Client(server.target) as client:
+        for n in range(90):
+            client.bucket().set(b"large:%d" % n, os.urandom(2**20))
+    repository = tmp_path / "repository"
+    with Proxy(server.target) as proxy:
+        # In the middle of what each of them reads, and behind what it has in memory before it writes.
+        proxy.stall_after("to client", 38 * 2**20)
+        target = f"--target={proxy.target}"
+        with Backup(repository, "--processes=2", "--group-seqnos=7000", target) as backup:
+
+            def written() -> list[int]:
+                return [path.stat().st_size for path in (repository / "data").rglob("*.parquet")]
+
+            wait_until(lambda: [size > 2**20 for size in written()] == [True, True], backup.words)
+            everything = children(backup.pid)
+            if killed:
+                backup.kill()
+            else:
+                backup.interrupt()
+                code, stdout, stderr = backup.end()
+                assert (code, stdout, told(stderr)) == (130, "", ["interrupted"])
+            wait_until(lambda: not alive(everything), "the end of the workers")
+            assert written() == []
+            assert len(told(backup.words())) == (not killed)
 
 
 def test_a_lost_lock_is_noticed_within_seconds(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ whose worker was killed is read again by another one, once.
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
@@ -21,6 +23,8 @@ from upr_protocol.errors import UprError
 
 _DEATHS_MAX: Final = 2
 _STOP_SECONDS: Final = 5.0
+_END_SECONDS: Final = 2.0
+"""For workers to remove what they were writing."""
 _TELL_SECONDS: Final = 0.2
 
 
@@ -77,7 +81,11 @@ class LocalEngine:
                         yield event
         finally:
             for worker, _ in busy.values():
-                worker.kill()
+                worker.pipe.close()
+            # All at a time: each removes the file that it was writing.
+            until = time.monotonic() + _END_SECONDS
+            for worker, _ in busy.values():
+                worker.kill(max(until - time.monotonic(), 0.0))
 
     def close(self) -> None:
         while self._idle:
@@ -139,7 +147,10 @@ class _Worker:
         code = self._process.exitcode
         return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
 
-    def kill(self) -> None:
+    def kill(self, patience: float = 0.0) -> None:
+        """End it; with patience it has so many seconds to end by itself, as it does when its pipe was closed."""
+        if patience:
+            self._process.join(patience)
         self._process.kill()
         self._process.join()
         self.pipe.close()
@@ -149,6 +160,8 @@ def _work(pipe: "Connection[Any, Any]") -> None:
     """Read groups until the driver is gone; what a worker process does."""
     from upr_backup.source import backup_group
 
+    # Raised out of what is being read, so that its half-written file goes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(pipe, tasks), daemon=True).start()
     while True:
@@ -160,7 +173,9 @@ def _work(pipe: "Connection[Any, Any]") -> None:
             gathered.tell()
         except Exception as error:
             told = to_text(error)
-        pipe.send(told)
+        # Where the driver is gone, this process ends by itself.
+        with suppress(OSError):
+            pipe.send(told)
 
 
 def _receive(pipe: "Connection[Any, Any]", tasks: "queue.SimpleQueue[Task]") -> None:
@@ -169,6 +184,8 @@ def _receive(pipe: "Connection[Any, Any]", tasks: "queue.SimpleQueue[Task]") -> 
             tasks.put(pipe.recv())
         except (EOFError, OSError):
             # The driver is gone: nothing that this process does counts any more.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            time.sleep(_END_SECONDS)
             os._exit(1)
 
 
