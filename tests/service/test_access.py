@@ -886,8 +886,7 @@ def test_a_replica_follows_over_tls_with_a_token(
     # What a server says of others is no reason to send them a token.
     file, shown = tmp_path / "undone.jsonl", tmp_path / "shown"
     row = {"partition": partition_of(b"u"), "seqno": 9, "key": "dQ==", "op": "set", "value": "dg=="}
-    version = f"{bucket.version:016x}"
-    head = {"bucket": bucket.name, "version": version, "time": 1, "markers": {}}
+    head = {"bucket": bucket.name, "version": f"{bucket.version:x}", "time": 1, "markers": {}}
     file.write_text(f"{json.dumps(head)}\n{json.dumps(row)}\n")
     shown.write_text(guarded.owner)
     for target, status in ((guarded.target, 4), (f"{guarded.target},{replica.target}", 0)):
