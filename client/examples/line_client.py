@@ -16,6 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from typing import Any
+from urllib.parse import quote
 
 PARTITIONS = 1024
 PING_SECONDS, SILENT_SECONDS = 5.0, 15.0
@@ -78,7 +79,7 @@ class LineClient:
     def ask(self, partition: int) -> bytes:
         """Return the command that asks for what follows the newest token, or for everything."""
         token = self._tokens[partition][-1] if self._tokens[partition] else 0
-        return f"REPLICATE {self.bucket} {partition} {token}\n".encode()
+        return f"REPLICATE {quote(self.bucket, safe='')} {partition} {token}\n".encode()
 
     def take(self, line: str) -> bytes:
         """Handle a line; return what to answer."""

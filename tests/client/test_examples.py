@@ -25,6 +25,7 @@ from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, RunningServer, wait_until
 from tests.service.test_dead_partitions import OTHER, P, Q, with_a_gap
 from tests.service.test_text_port import text_address
+from upr.service.text.lines import Replicate, parse_command
 from upr_client import Client, UprError
 from upr_client.testing import ScriptedServer, keys_in
 from upr_client.types import WriteResult
@@ -334,6 +335,13 @@ def test_the_line_client_goes_on_and_says_what_was_undone(
     with running(tmp_path, command, "--server", "0123456789abcdef") as example:
         assert example.end() == 1
         assert "; expected 0123456789abcdef" in example.words
+
+
+def test_the_line_client_writes_a_name_as_one_word() -> None:
+    example = runpy.run_path(str(CLIENT / "examples" / "line_client.py"))
+    for name in ("default", "my bucket", "100%", "a%20b", "bü/1"):
+        line = example["LineClient"](name, None, None).ask(7)
+        assert parse_command(line.removesuffix(b"\n")) == Replicate(name, 7, 0)
 
 
 def test_the_line_client_ends_where_its_state_cannot_be_used(
