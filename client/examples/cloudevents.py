@@ -23,7 +23,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from upr_client import Change, ChangeBatch, Client, FilePositions, Rollback, UprError
 from upr_client.types import Changes
@@ -160,7 +160,8 @@ def batches_of(
 def follow(options: argparse.Namespace) -> None:
     """Send until the end, if there is one."""
     receiver = Receiver(options.url, options.answer_seconds)
-    source = f"upr://{options.target}/{options.bucket}"
+    # The name of a bucket may have what a URI may not.
+    source = f"upr://{options.target}/{quote(options.bucket, safe='')}"
     with closing(receiver), Client(options.target) as client:
         bucket = client.bucket(options.bucket)
         # An error when there is no server. Once this was answered, a server that is away is waited for.

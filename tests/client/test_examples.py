@@ -515,6 +515,20 @@ def test_cloud_events_come_in_order_and_again_until_they_are_taken(tmp_path: Pat
         assert none.empty()
 
 
+def test_the_source_of_cloud_events_is_a_uri_whatever_the_bucket_is_called(
+    target: str, tmp_path: Path
+) -> None:
+    name = "my bucket/50%"
+    with Client(target) as client, receiver([]) as (url, taken):
+        client.admin.create_bucket(name)
+        client.bucket(name).set(b"a", b"red")
+        options = ["--url", url, "--bucket", name, "--until-now"]
+        with running(tmp_path, command_of("cloudevents.py", target), *options) as example:
+            assert example.end() == 0, example.words
+        (event,) = taken.get(timeout=WAIT_SECONDS)
+    assert event["source"] == f"upr://{target}/my%20bucket%2F50%25"
+
+
 def test_a_receiver_that_is_away_for_hours_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     example = runpy.run_path(str(CLIENT / "examples" / "cloudevents.py"))
     for url in ("http://127.0.0.1:99999/", "http://[::1/", "127.0.0.1:80", "http://a/b c"):
