@@ -340,6 +340,29 @@ def test_a_bench_that_is_ended_by_a_signal_deletes_what_it_wrote(target: str, nu
     assert said(target, "dump") == ""
 
 
+def test_a_link_to_a_position_file_stands_for_the_file(target: str, tmp_path: Path) -> None:
+    said(target, "set", "a", "b")
+    (tmp_path / "folder").mkdir()
+    file, link = tmp_path / "folder" / "position", tmp_path / "link"
+    link.symlink_to(file)
+    assert state(follow(target, "--position", str(link))) == {"a": "b"}
+    said(target, "set", "a", "c")
+    assert state(follow(target, "--from-start", "--position", str(link))) == {"a": "c"}
+    assert link.is_symlink()
+    assert follow(target, "--position", str(file)) == []
+    # Under whichever name one uses it.
+    said(target, "set", "a", "d")
+    follower = popen_cat(target, "follow", "--position", str(file))
+    assert follower.stdout is not None
+    assert json.loads(follower.stdout.readline())["value"] == "d"
+    refused = run_cat(target, "follow", "--until-now", "--position", str(link))
+    assert refused.exit_code == 2
+    assert "is used by another follower" in refused.stderr
+    follower.send_signal(signal.SIGINT)
+    follower.communicate(timeout=60)
+    assert follower.returncode == 130
+
+
 def test_a_position_file_is_looked_at_first_and_used_by_one(target: str, tmp_path: Path) -> None:
     said(target, "set", "k", "v")
     file, damaged, other = (tmp_path / name for name in ("position", "damaged", "other"))

@@ -62,6 +62,9 @@ def position_store(
     if path.exists() and not path.is_file():
         # To open a FIFO would wait for its other end.
         raise PositionStoreError(f"the position file {path} is no plain file", hint="name another")
+    if path.is_symlink():
+        # The file that it leads to is replaced by a save, and may be used under its own name.
+        path = Path(os.path.realpath(path))
     with _locked(path):
         yield StartAnew(path) if from_start else FilePositions(path)
 
