@@ -35,6 +35,8 @@ from upr_protocol.wire.v1 import types_pb2 as types
 
 OWN_CONNECTION: list[tuple[str, int]] = [("grpc.use_local_subchannel_pool", 1)]
 """Channels with the same target and options share a connection otherwise, and its pause after a failure."""
+PATIENT = {"upr_protocol.flow.SILENT_INTERVALS": 300}
+"""Constants of a server whose heartbeats come often, and that a busy machine may answer late."""
 
 
 async def _read(call: Any) -> Any:

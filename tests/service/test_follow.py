@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS
-from tests.raw import RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
+from tests.raw import PATIENT, RawClient, RawFollow, RawWriter, all_rows, seqnos_of, start_at
 from tests.service.keys import some_keys
 from upr_protocol.block import block_keys, block_ops, block_values, build_block, make_runs, sealed
 from upr_protocol.limits import CREDIT_BYTES, CREDIT_FRAMES
@@ -319,7 +319,8 @@ async def test_disk_followers_see_only_what_is_durable(
     server_process: StartServer, tmp_path: Path
 ) -> None:
     hold = tmp_path / "hold"
-    server = server_process(environment={"UPR_FAILPOINTS": f"journal.before_sync=hold:{hold}"})
+    held = {"UPR_FAILPOINTS": f"journal.before_sync=hold:{hold}"}
+    server = server_process(environment=held, constants=PATIENT)
     async with RawClient(server.target) as client:
         writer = await client.writer("")
         await fill(writer, 6, 1)
