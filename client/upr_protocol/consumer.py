@@ -521,7 +521,7 @@ class Consumer:
             raise ProtocolError(
                 f"Started of partition {partition} names id {failover_id:016x} and the log {log}"
             )
-        if self._is_of_another(partition):
+        if self.is_of_another(partition):
             raise ProtocolError(
                 f"partition {partition} was started at seqno {self._seqno[partition]} without an id"
             )
@@ -617,7 +617,7 @@ class Consumer:
         self._undoing[partition] = pending
         return pending
 
-    def _is_of_another(self, partition: int) -> bool:
+    def is_of_another(self, partition: int) -> bool:
         """Whether a partition's position belongs to another version of the bucket."""
         return bool(self._version[partition] != self.bucket_version)
 
@@ -625,7 +625,7 @@ class Consumer:
         self._set_position(pending.partition, pending.after)
         self._state[pending.partition] = _READY
         self._changed[pending.partition] = True
-        if self._is_of_another(pending.partition):
+        if self.is_of_another(pending.partition):
             # Dropped once more while the application was undoing.
             self._renew(pending.partition)
 

@@ -405,6 +405,9 @@ class Following:
             self._saving.failed(unknown)
             self._states.urgent += 1
             changed = [partition for partition in changed if partition not in unknown]
+        if self.ownership is not None:
+            # In the server they would be positions of the bucket that there is now. Their rollback changes them.
+            changed = [p for p in changed if not self.session.is_of_another(p)]
         if not changed:
             return {}
         if self.ledger is None:
