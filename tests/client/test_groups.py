@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -332,6 +333,57 @@ async def test_a_bucket_that_was_created_anew_before_positions_are_loaded_is_a_r
                 pass
     assert event.value == b"new"
     assert undone == [], "nothing had been received"
+
+
+@pytest.mark.asyncio
+async def test_what_another_member_had_of_a_bucket_that_was_created_anew_is_rolled_back(
+    target: str,
+) -> None:
+    """In the new one all is dealt anew: who begins a partition may not be the one that had it."""
+    told: list[tuple[int, str]] = []
+    owners: dict[str, set[int]] = {"a": set(), "b": set()}
+
+    async def follow(bucket: AsyncBucket, member: str) -> None:
+        def note(rollback: Rollback) -> None:
+            told.append((rollback.partition, rollback.rule))
+
+        group = Group(
+            GROUP,
+            member=member,
+            on_assigned=lambda given: owners[member].update(given),
+            on_revoked=lambda gone: owners[member].difference_update(gone),
+        )
+        async with bucket.changes(resume=group, on_rollback=note) as changes:
+            async for event in changes:
+                if isinstance(event, Change):
+                    seen[event.value or b""].add(event.partition)
+                if isinstance(event, Change) and event.value == b"wait":
+                    # While there is no bucket nobody asks for it.
+                    await created.wait()
+
+    keys = [b"key %d" % number for number in range(5000)]
+    partitions = {partition_of(key) for key in keys}
+    async with AsyncClient(target) as client, asyncio.timeout(WAIT_SECONDS):
+        bucket = client.bucket()
+        seen: defaultdict[bytes, set[int]] = defaultdict(set)
+        created = asyncio.Event()
+        await bucket.write_many((key, b"old") for key in keys)
+        members = [asyncio.create_task(follow(client.bucket(), name)) for name in owners]
+        await until(lambda: len(owners["a"]) == len(owners["b"]) == 512)
+        await until(lambda: seen[b"old"] >= partitions)
+        await bucket.write_many((key, b"wait") for key in keys)
+        await until(lambda: all(seen[b"wait"] & owned for owned in owners.values()))
+        await client.admin.drop_bucket("default")
+        await client.admin.create_bucket("default")
+        await client.bucket().write_many((key, b"new") for key in keys)
+        created.set()
+        await until(lambda: seen[b"new"] >= partitions)
+        for member in members:
+            member.cancel()
+        await asyncio.gather(*members, return_exceptions=True)
+    assert {partition for partition, _ in told} >= partitions
+    assert {rule for _, rule in told} == {"bucket_gone"}
+    assert len(told) == len(set(told)), "each is told once"
 
 
 @pytest.mark.asyncio

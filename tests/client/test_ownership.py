@@ -1,5 +1,7 @@
 """What an owner does about what it finds stored in the server."""
 
+from dataclasses import replace
+
 from upr_client.changes.groups import Ownership
 from upr_protocol.failover import FailoverLog
 from upr_protocol.position import Position
@@ -106,3 +108,25 @@ def test_each_save_has_a_number_above_the_one_before() -> None:
     ownership = owner()
     numbers = [ownership.save_request("default", 7, {1: at(9)}).number for _ in range(3)]
     assert 0 < numbers[0] < numbers[1] < numbers[2]
+
+
+def test_a_member_tells_of_the_bucket_before_for_what_it_begins_first_in_a_new_one() -> None:
+    member = Ownership("indexer", "a")
+    member.to_load.update((1, 2))
+    assert member.found(found()) == {1: None, 2: None}
+    member.lost([1, 2])
+    anew = found((3, 4, 1))
+    anew.bucket_version = 8
+    member.to_load.update((1, 3, 4))
+    given = member.found(anew)
+    assert given[3] == replace(at(4), bucket_version=8)
+    for partition in (1, 4):
+        position = given[partition]
+        assert position is not None
+        assert position.bucket_version == 7
+        assert position.seqno > 0
+    # Once: what has been begun since is of the new one.
+    member.lost([1, 3])
+    member.to_load.update((1, 3))
+    anew = wire.LoadPositionsResponse(bucket_version=8)
+    assert member.found(anew) == {1: None, 3: None}

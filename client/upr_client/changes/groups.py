@@ -9,6 +9,7 @@ import numpy as np
 
 from upr_protocol.errors import FencedError, ProtocolError
 from upr_protocol.failover import check_partition
+from upr_protocol.limits import PARTITIONS, SEQNO_MAX
 from upr_protocol.position import Position
 from upr_protocol.position_table import Found, PositionTable
 from upr_protocol.wire.codec import positions_from_messages, positions_to_messages
@@ -299,6 +300,10 @@ class Ownership:
         self._generation = self._saving = self._server_id = self._saves = 0
         self._under: dict[int, tuple[int, int]] = {}
         self._stored = self._sent = PositionTable.of({})
+        # Of a member: the bucket's version that it follows, the one that it followed before, and the partitions that it has
+        # not begun since.
+        self._version = self._gone_version = 0
+        self._not_begun: set[int] = set()
 
     @property
     def generation(self) -> int:
@@ -336,7 +341,8 @@ class Ownership:
         What is older than what it stored itself comes from an old copy of the server's data: to take it would hide
         from the server what this one has received since. So does nothing at all from a server that was started
         anew, while the same one has it from an operator. Nothing of a bucket that was made anew is no reason to
-        forget what has to be undone of the one before.
+        forget what has to be undone of the one before; a member that followed that one tells of it for any partition that it
+        begins in the new one as the first.
 
         Raises:
             InvalidArgumentError: a position is out of range or contradicts itself.
@@ -356,7 +362,25 @@ class Ownership:
         columns = np.array(unknown, np.int64)
         new = table.only(columns)
         self._stored = self._stored.without(columns).updated(new)
-        return Found(unknown, new)
+        return Found(unknown, new.updated(self._of_before(unknown, new, version)))
+
+    def _of_before(
+        self, partitions: Iterable[int], stored: Container[int], version: int
+    ) -> PositionTable:
+        """Return positions of the bucket before for those of a member's partitions of which nothing is stored in a new one.
+
+        In that all are dealt anew: their owner of before, which had data of them, may not be the one that begins them.
+        """
+        if self.membership is None:
+            return PositionTable.of({})
+        if version != self._version:
+            self._gone_version, self._version = self._version, version
+            self._not_begun = set(range(PARTITIONS)) if self._gone_version else set()
+        begun = self._not_begun.intersection(partitions)
+        self._not_begun -= begun
+        # Up to where its owner had received it is not known.
+        received = Position(self._gone_version, None, None, SEQNO_MAX, None, (), None)
+        return PositionTable.of({p: received for p in begun if p not in stored})
 
     def _knows(
         self, partition: int, position: Position | None, generation: int, version: int
