@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import grpc
@@ -45,6 +46,7 @@ from upr_protocol.errors import (
     BehindError,
     BucketGoneError,
     ClosedError,
+    InvalidArgumentError,
     UnavailableError,
     UprError,
 )
@@ -140,6 +142,7 @@ class Connection:
         self.waiting_gets = Semaphore(CLIENT_GETS)
         self._credentials = credentials
         self._token = token
+        self._shown: tuple[tuple[str, str], ...] | None = None
         self._given = channel
         self._channels: dict[str, Channel] = {}
         self._raw: dict[str, tuple[Any, ...]] = {}
@@ -220,7 +223,15 @@ class Connection:
             return stubs
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        return None if self._token is None else authorization(self._token)
+        """Return what carries the token; while its file cannot be used, as when it is just replaced, the one before."""
+        if self._token is None:
+            return None
+        try:
+            self._shown = authorization(self._token)
+        except InvalidArgumentError:
+            if self._shown is None or not isinstance(self._token, Path):
+                raise
+        return self._shown
 
     def learn(self, servers: Iterable[str]) -> None:
         """Remember further servers of the set; see ``Servers.learn``."""

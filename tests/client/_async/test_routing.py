@@ -2,6 +2,7 @@
 """Several endpoints, TLS and tokens, against servers in memory."""
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -419,6 +420,22 @@ async def test_a_token_goes_with_every_call() -> None:
             await client.bucket().get(b"k")
     expected = ["Bearer first", "Bearer second", "Bearer third", "Bearer fixed", None]
     assert server.tokens == expected
+
+
+@pytest.mark.asyncio
+async def test_while_the_file_of_a_token_is_replaced_the_one_before_is_sent(tmp_path: Path) -> None:
+    server, file = KeyValueServer(), tmp_path / "token"
+    async with running(server):
+        file.write_text("first")
+        async with AsyncClient(server.target, token=file) as client:
+            await client.bucket().get(b"k")
+            file.write_text("")
+            await client.bucket().set(b"k", b"v")
+            file.unlink()
+            await client.bucket().get(b"k")
+            file.write_text("second")
+            await client.bucket().get(b"k")
+    assert server.tokens == ["Bearer first"] * 3 + ["Bearer second"]
 
 
 @pytest.mark.asyncio

@@ -3,6 +3,7 @@
 """Several endpoints, TLS and tokens, against servers in memory."""
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -400,6 +401,21 @@ def test_a_token_goes_with_every_call() -> None:
             client.bucket().get(b"k")
     expected = ["Bearer first", "Bearer second", "Bearer third", "Bearer fixed", None]
     assert server.tokens == expected
+
+
+def test_while_the_file_of_a_token_is_replaced_the_one_before_is_sent(tmp_path: Path) -> None:
+    server, file = KeyValueServer(), tmp_path / "token"
+    with running(server):
+        file.write_text("first")
+        with Client(server.target, token=file) as client:
+            client.bucket().get(b"k")
+            file.write_text("")
+            client.bucket().set(b"k", b"v")
+            file.unlink()
+            client.bucket().get(b"k")
+            file.write_text("second")
+            client.bucket().get(b"k")
+    assert server.tokens == ["Bearer first"] * 3 + ["Bearer second"]
 
 
 def test_tls(certificate: Certificate) -> None:
