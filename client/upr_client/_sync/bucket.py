@@ -50,6 +50,7 @@ from upr_protocol.limits import (
     CLIENT_GETS,
     GET_KEYS_MAX,
     JOINED_BYTES_MAX,
+    WRITE_NUMBER_MAX,
     check_name,
     check_seconds,
     choice,
@@ -193,6 +194,11 @@ class Bucket:
             runs = self._write_all(self._writer(), counted(), level)
             return WriteResults(rows, runs, self.version)
         name = check_name(once, "name of blocks")
+        if type(first_number) is not int or not 1 <= first_number <= WRITE_NUMBER_MAX:
+            raise InvalidArgumentError(
+                f"first_number is {first_number!r}; must be 1 to {WRITE_NUMBER_MAX}",
+                hint="place_number makes one",
+            )
         writer = BlockWriter(self._handle, name, first_number)
         try:
             runs = self._write_all(writer, counted(), level)

@@ -163,9 +163,10 @@ async def test_blocks_of_a_name_go_on_where_partitions_had_refused() -> None:
 
 @pytest.mark.asyncio
 async def test_bad_arguments_are_refused_before_anything_is_sent() -> None:
-    async with AsyncClient("127.0.0.1:1") as client:
+    async with AsyncClient("127.0.0.1:1", retry_seconds=1) as client:
         blocks = [build_block([KEY], [b"1"])]
         bad: list[dict[str, Any]] = [{"once": ""}, {"once": "x" * 201}, {"durability": "none"}]
+        bad += [{"once": "n", "first_number": number} for number in (0, -1, 2**63, "1", None)]
         for options in bad:
             with pytest.raises(InvalidArgumentError):
                 await write_blocks(client.bucket(), blocks, **options)
