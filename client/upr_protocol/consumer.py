@@ -245,6 +245,9 @@ class Consumer:
         self._stale = np.zeros(PARTITIONS, np.int64)
         self._undoing: dict[int, PendingRollback] = {}
         self._open: Delivery | None = None
+        # Positions that came with deliveries, and those of them that the server of this call may never have given.
+        self._moved = np.zeros(PARTITIONS, np.bool_)
+        self._unsure = np.zeros(PARTITIONS, np.bool_)
         self._state[self._followed] = _READY
         self._nameless: I64 = np.zeros(0, np.int64)
         if positions:
@@ -277,6 +280,7 @@ class Consumer:
                 )
         # With nothing received an id of data says only that it began at 0; see ``_begin_at``.
         self._begun[partitions] = (seqnos == 0) & (data_ids != 0)
+        self._moved[partitions] = self._unsure[partitions] = False
         self._version[partitions] = rows["bucket_version"]
         self._seqno[partitions], self._horizon[partitions] = seqnos, rows["horizon"]
         self._failover[partitions], self._data[partitions] = rows["failover_id"], data_ids
@@ -287,6 +291,7 @@ class Consumer:
         """As ``_set_positions`` for one of this bucket, at a small part of the cost: a node's loss undoes all of them."""
         seqno, data_id, horizon = position.seqno, position.data_id or 0, position.horizon
         self._begun[partition] = seqno == 0 and data_id != 0
+        self._moved[partition] = self._unsure[partition] = False
         self._version[partition] = position.bucket_version
         self._seqno[partition] = seqno
         self._horizon[partition] = UNKNOWN_HORIZON if horizon is None else horizon
@@ -458,6 +463,8 @@ class Consumer:
         if bucket_version != self.bucket_version:
             self._high[:] = 0
         self.bucket_version = bucket_version
+        # Another server, or this one after a crash, may lack some of it: what it answers to the Start tells.
+        self._unsure[:] = self._moved & (self._state < _DONE)
         followed = self._followed
         self._version[followed[self._version[followed] == 0]] = bucket_version
         for partition in followed[self._version[followed] != bucket_version].tolist():
@@ -526,6 +533,7 @@ class Consumer:
                 f"partition {partition} was started at seqno {self._seqno[partition]} without an id"
             )
         self._state[partition] = _LIVE
+        self._unsure[partition] = False
         self._token[partition] = token
         self._stream[partition] = failover_id
         self._high[partition] = max(int(self._high[partition]), high_seqno)
@@ -566,6 +574,7 @@ class Consumer:
                 "the server started streams with data of another version of the bucket"
             )
         self._state[p], self._token[p], self._stream[p] = _LIVE, records["token"], ids
+        self._unsure[p] = False
         self._high[p] = np.maximum(self._high[p], records["high_seqno"])
         self._changed[p[(self._failover[p] != ids) | born]] = True
         self._failover[p] = ids
@@ -614,6 +623,7 @@ class Consumer:
             self._apply(pending)
             return None
         self._state[partition] = _UNDOING
+        self._unsure[partition] = True
         self._undoing[partition] = pending
         return pending
 
@@ -764,7 +774,7 @@ class Consumer:
         self._seqno[partitions] = seqnos
         self._horizon[partitions] = delivery.horizons[part][followed]
         self._data[partitions] = self._stream[partitions]
-        self._changed[partitions] = True
+        self._changed[partitions] = self._moved[partitions] = True
         self._high[partitions] = np.maximum(self._high[partitions], seqnos)
         return np.asarray(delivery.is_marker[part] & followed)
 
@@ -807,11 +817,21 @@ class Consumer:
             records["failover_id"] = born[born != 0]
         return PositionTable(rows, [self.bucket], markers, records)
 
-    def take_changed(self) -> list[int]:
-        """The partitions whose position changed since this was asked last."""
-        changed: list[int] = np.flatnonzero(self._changed).tolist()
-        self._changed[:] = False
+    def take_changed(self, *, sure: bool = False) -> list[int]:
+        """The partitions whose position changed since this was asked last.
+
+        Args:
+            sure: only those whose positions the server of this call has for sure; the others stay changed.
+        """
+        taken = self._changed > self._unsure if sure else self._changed.copy()
+        self._changed &= ~taken
+        changed: list[int] = np.flatnonzero(taken).tolist()
         return changed
+
+    def is_unsure(self, partition: int) -> bool:
+        """Whether the server of this call may lack some of a partition's position; so until it answered its Start, and until what
+        it lacks is undone."""
+        return bool(self._unsure[partition])
 
     def mark_changed(self, partitions: Iterable[int]) -> None:
         """Undo ``take_changed`` for partitions whose position could not be stored."""
@@ -821,6 +841,11 @@ class Consumer:
     def has_changed(self) -> bool:
         """Whether a position changed since ``take_changed``."""
         return bool(self._changed.any())
+
+    @property
+    def has_sure_change(self) -> bool:
+        """As ``has_changed``, of what ``take_changed`` with ``sure`` takes."""
+        return bool((self._changed > self._unsure).any())
 
     def lag(self) -> dict[int, int]:
         """Return for each partition how many seqnos the server was ahead of the position at its last report."""

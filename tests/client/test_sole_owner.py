@@ -1,12 +1,14 @@
 """A sole owner whose positions are in the server, against a real one that is killed, restarted, and set back."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 
 import pytest
 
-from tests.harness import RunningServer
-from upr_client import AsyncClient, Change, ServerPositions, Tuning
+from tests.harness import WAIT_SECONDS, RunningServer
+from upr_client import AsyncClient, Change, Rollback, ServerPositions, Tuning
 
 StartServer = Callable[..., RunningServer]
 ROUNDS = 3
@@ -69,3 +71,39 @@ async def test_an_owner_goes_on_whatever_becomes_of_the_server(
             stored = {p: at.seqno for p, at in consumer.positions.items() if at.seqno}
         following.cancel()
         await asyncio.wait({following})
+
+
+@pytest.mark.asyncio
+async def test_what_a_failover_undid_is_rolled_back_before_its_position_is_stored(
+    server_process: StartServer,
+) -> None:
+    """The next server has less than the position, and takes none above its high seqno."""
+    active = server_process()
+    replica = server_process("--replicate-from", active.target)
+    targets = [active.target, replica.target]
+    undone: list[Rollback] = []
+    async with AsyncClient(targets) as client, asyncio.timeout(WAIT_SECONDS):
+        bucket = client.bucket()
+        await bucket.set(b"key", b"kept", durability="replicated(1)")
+        changes = bucket.changes(
+            resume=ServerPositions("indexer"),
+            on_rollback=undone.append,
+            tuning=Tuning(save_seconds=0),
+        )
+        async with changes:
+            os.kill(replica.pid, signal.SIGSTOP)
+            for _ in range(4):
+                await bucket.set(b"key", b"undone")
+            while not isinstance(event := await anext(changes), Change) or event.seqno < 5:
+                pass
+            await asyncio.to_thread(active.kill)
+            os.kill(replica.pid, signal.SIGCONT)
+            async with AsyncClient(replica.target) as other:
+                await other.admin.promote(force=True)
+                high = (await other.admin.partitions("default", [event.partition]))[0].high_seqno
+                assert high < event.seqno
+                await other.bucket().set(b"key", b"new")
+            while not isinstance(event := await anext(changes), Change) or event.value != b"new":
+                pass
+    assert [one.partition for one in undone] == [event.partition]
+    assert undone[0].seqno <= high

@@ -165,3 +165,34 @@ def test_a_delivery_moves_nothing_of_a_partition_that_went_meanwhile() -> None:
     found.acknowledge(delivery)
     assert found.take_changed() == [Q]
     assert found.position(Q).seqno == 6
+
+
+def test_what_came_over_another_call_is_unsure_until_the_server_answered_its_start() -> None:
+    found = session()
+    found.follow({P: None, Q: None})
+    for partition in (P, Q):
+        found.starts([partition])
+        found.started(partition, partition, A, 9, None, LOG)
+        found.take_changed()
+    delivery = found.frame([run_block(P, 0, 4), run_block(Q, 0, 4)], np.array([P, Q]))
+    assert delivery is not None
+    found.acknowledge(delivery)
+    assert found.has_sure_change
+    found.opened(77)
+    assert found.has_changed
+    assert not found.has_sure_change
+    assert found.take_changed(sure=True) == []
+    found.starts([P, Q])
+    # One server has it all, and lacks some of the other.
+    found.started(P, 1, A, 9, None, None)
+    assert found.take_changed(sure=True) == [P]
+    told = RollbackAnswer(0, 0xB, "no_common_id", "", FailoverLog.born(0xB))
+    assert found.rollback(Q, told) is not None
+    assert found.is_unsure(Q)
+    assert found.take_changed(sure=True) == []
+    found.undone(Q)
+    assert found.take_changed(sure=True) == [Q]
+    # That is to be stored before its next Start, over whichever call.
+    found.mark_changed([Q])
+    found.opened(77)
+    assert found.take_changed(sure=True) == [Q]

@@ -110,8 +110,10 @@ class Saving:
         """Return whether a position differs from the stored one; never where nothing stores them."""
         if not self._is_of_use:
             return False
-        ledger = self._ledger
-        return self._states.session.has_changed or (ledger is not None and ledger.has_changed)
+        ledger, session = self._ledger, self._states.session
+        # To the server go only positions that it has for sure: it refuses what is above its high seqno.
+        changed = session.has_changed if self._ownership is None else session.has_sure_change
+        return changed or (ledger is not None and ledger.has_changed)
 
     @property
     def is_urgent(self) -> bool:
@@ -144,10 +146,16 @@ class Saving:
         self._urgent_taken = self._states.urgent
         if not self._is_of_use:
             return []
-        changed = set(self._states.session.take_changed())
+        session, in_server = self._states.session, self._ownership is not None
+        changed = set(session.take_changed(sure=in_server))
         if self._ledger is not None:
             changed |= self._ledger.take_changed()
-        return sorted(changed.intersection(self._states.session.partitions))
+        changed.intersection_update(session.partitions)
+        if in_server and (unsure := {p for p in changed if session.is_unsure(p)}):
+            # Acknowledged meanwhile: they are stored once the server said that it has them.
+            session.mark_changed(unsure)
+            changed -= unsure
+        return sorted(changed)
 
     def news(self, positions: Mapping[int, Position]) -> dict[int, Position]:
         """Return those that are not what was stored last: what is received and not acknowledged moves no position."""
@@ -444,7 +452,7 @@ class Following:
 
     @property
     def is_unsaved(self) -> bool:
-        return self._saving.has_changed
+        return self._saving.has_changed or (self.ownership is not None and self.session.has_changed)
 
     # Undoing.
 
