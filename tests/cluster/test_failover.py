@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.clusters import owner_of
 from tests.cluster.rounds import ETCD, ClusterRounds
 from tests.conftest import StartServer
 from tests.etcd import running_etcd
+from tests.replica.sets import counted, run, wait_for, wait_until_counted
+from upr_client import Client
 
 pytestmark = [pytest.mark.crash, pytest.mark.etcd, pytest.mark.long]
 
@@ -85,3 +88,34 @@ def test_a_cluster_is_upgraded_one_by_one_and_waits_for_room(
         rounds.roll()
         rounds.check()
         assert not any("writes failed" in what for what in rounds.counts)
+
+
+def test_a_replica_on_a_disk_that_hangs_keeps_nobody_from_following_the_owner(
+    server_process: StartServer, tmp_path: Path
+) -> None:
+    """Nothing that it stores fails or ends, and all else goes on: it cannot promise, and who is counted must."""
+    hold = tmp_path / "hold"
+    points = {"UPR_FAILPOINTS": f"journal.before_append=hold:{hold}"}
+    constants = SOON | {"upr.replica.inventory.HANGS_SECONDS": 1.5}
+    with running_etcd(tmp_path / "etcd") as etcd:
+        options = ("--cluster", etcd.cluster)
+        first = server_process(*options, constants=constants)
+        assert run("promote", "--target", first.target).exit_code == 0
+        hung = server_process(*options, environment=points, constants=constants)
+        third = server_process(*options, constants=constants)
+        wait_until_counted([first, hung, third], first)
+        hold.touch()
+        try:
+            with Client([first.target, third.target]) as client:
+                client.bucket("default").set(b"a", b"1")
+                wait_for(lambda: counted(first.target) == {third.target}, "one to be counted")
+                waits = run("status", "--target", hung.target).output
+                assert "a write to the disk of this server has not ended for" in waits
+                told = run("takeover", "--to", hung.target)
+                assert "a write to the disk of this server has not ended for" in told.output
+                first.kill()
+                assert owner_of([hung, third]) is third
+                assert client.bucket("default").get(b"a") is not None
+        finally:
+            hold.unlink()
+        wait_for(lambda: counted(third.target) == {hung.target}, "it to be counted again")

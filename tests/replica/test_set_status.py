@@ -102,7 +102,7 @@ def test_a_replica_that_follows_and_could_not_serve_says_why_it_is_not_in_step(
     assert part.look(20.0 + PATIENCE_SECONDS) == [("set trouble", UNFIT)]
     assert str(part.set_status.troubles[UNFIT]) == (
         "this replica is not in step, because it could not be the active server: the disk of this server has no"
-        " room for writes (free some space, or see to the dead partition)"
+        " room for writes (free some space, mend the disk, or see to the dead partition)"
     )
     part.ownership.inventory.unfit = None
     assert part.look(40.0) == [("set trouble is over", UNFIT)]

@@ -48,11 +48,6 @@ TURN_SECONDS = 1.0
 """Time that each further counted server waits before it claims."""
 VAIN_SECONDS = 10.0
 """Time after which others claim where nobody served: who claimed cannot end it."""
-HANGS_SECONDS = 10.0
-"""Time in which nothing that an owner writes comes on its disk, and no error either, after which it gives the ownership up."""
-HANGS_BYTES_A_SECOND = 2 * 2**20
-"""Slowest disk that is not taken for a hanging one: a large commit takes longer than HANGS_SECONDS, and where all disks do, nobody
-would be the owner for long."""
 _AWAY_HINT = "who is active goes on; until etcd answers nobody else becomes that, and nobody is counted or taken out"
 
 
@@ -76,9 +71,6 @@ class Keeper:
         self._asked_at = self._set_at = 0.0
         self._tried_at = self._matched_at = -RESUME_SECONDS
         self._claimed: Row | None = None
-        # How long what is being written to disk has been that, as often as it was looked at.
-        self._hanging: dict[tuple[int, int], float] = {}
-        self._looked_at = 0.0
         # The last time at which not both witnesses said that the owner is gone, and at which somebody was to serve.
         self._gone_at = self._served_at = 0.0
         # Who is in the row, with its first epoch there.
@@ -276,7 +268,7 @@ class Keeper:
         if self._has_just_tried or ownership.claiming:
             return
         if ownership.active:
-            if (why := ownership.inventory.failure or self._hang(ownership, now)) is not None:
+            if (why := ownership.inventory.failure or self._hang(ownership)) is not None:
                 await self._give_up(ownership, why)
                 return
             # Who claimed died before it served, and counted servers wait for it.
@@ -339,25 +331,10 @@ class Keeper:
             if key.startswith(prefix)
         }
 
-    def _hang(self, ownership: Ownership, now: float) -> StorageFailedError | None:
+    def _hang(self, ownership: Ownership) -> StorageFailedError | None:
         """Return that the disk hangs, where another server can be active without this one's promise; None while it does not."""
-        inventory, standing = ownership.inventory, ownership.standing
-        # A process that stood still was not waiting for its disk.
-        seconds, self._looked_at = min(now - self._looked_at, 2 * LOOK_SECONDS), now
-        writing = inventory.being_written
-        self._hanging = {one: self._hanging.get(one, 0.0) + seconds for one in writing}
-        late = [
-            taken
-            for one, taken in self._hanging.items()
-            if taken >= HANGS_SECONDS + writing[one] / HANGS_BYTES_A_SECOND
-        ]
-        if not late or standing.directory in standing.row.counted:
-            return None
-        return StorageFailedError(
-            f"a write to the disk of this server has not ended for {max(late):.0f} s",
-            hint="mend the disk; another server becomes active meanwhile",
-            retriable=True,
-        )
+        standing = ownership.standing
+        return None if standing.directory in standing.row.counted else ownership.inventory.hangs
 
     async def _give_up(self, ownership: Ownership, why: StorageFailedError) -> None:
         """Own no more where what is written cannot be stored, if another server is there that claims then."""
@@ -383,7 +360,9 @@ class Keeper:
             # A claim of its own failed; an owner that restarts resumes by itself.
             return not row.serving
         fencing = ownership.fencing
-        if own not in row.counted or fencing is None or ownership.inventory.failure is not None:
+        if own not in row.counted or fencing is None:
+            return False
+        if (ownership.inventory.failure or ownership.inventory.hangs) is not None:
             return False
         in_vain = now - self._served_at > VAIN_SECONDS
         is_there = row.owner in self._nodes() and not in_vain

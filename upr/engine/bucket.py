@@ -137,6 +137,8 @@ class Bucket:
         """Called when nothing more may be numbered."""
         self.stalled = False
         """Whether the journal cannot be written just now, and is tried again."""
+        self.hangs: StorageFailedError | None = None
+        """That a write of the journal neither ends nor fails."""
         # In the order in which they came: a set has another one each time.
         self.followers: dict[OpenFollower, None] = {}
         self.consumers: dict[str, OpenFollower] = {}

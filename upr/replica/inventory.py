@@ -29,6 +29,13 @@ Lost = tuple[int, int, int, int]
 
 STALLED_LOOK_SECONDS = 0.1
 """Interval at which a wait for the journal looks whether that can be written."""
+LOOK_SECONDS = 0.5
+"""Interval at which it is looked whether the disk hangs."""
+HANGS_SECONDS = 10.0
+"""Time in which nothing that is written comes on the disk, and no error either, after which the disk hangs."""
+HANGS_BYTES_A_SECOND = 2 * 2**20
+"""Slowest disk that is not taken for a hanging one: a large commit takes longer than HANGS_SECONDS, and where all disks do, nobody
+would be the owner for long."""
 ROOM_SECONDS = 1.0
 """Time that a full disk is given: a promise frees the room that is kept for it, and the journal is tried again a moment later."""
 
@@ -158,6 +165,9 @@ class Inventory:
         self._catalog = catalog
         self.serving = 0
         self.cannot_serve = False
+        # How long what is being written to disk has been that, as often as it was looked at.
+        self._writing: dict[tuple[int, int], float] = {}
+        self._looked_at = 0.0
 
     def _hosts(self) -> dict[int, BucketService]:
         return {host.bucket.identity.version: host for host in self._catalog.hosts}
@@ -317,22 +327,37 @@ class Inventory:
         failures = (host.bucket.failure for host in self._catalog.hosts)
         return next(filter(None, failures), None)
 
+    def look(self, now: float) -> None:
+        """See whether the disk hangs; called every LOOK_SECONDS."""
+        # A process that stood still was not waiting for its disk.
+        seconds, self._looked_at = min(now - self._looked_at, 2 * LOOK_SECONDS), now
+        before, self._writing = self._writing, {}
+        for version, host in self._hosts().items():
+            tail, host.bucket.hangs = host.bucket.tail, None
+            # What waits for room is none.
+            if host.bucket.stalled or tail.durable >= tail.taken:
+                continue
+            taken = before.get((version, tail.durable), 0.0) + seconds
+            self._writing[version, tail.durable] = taken
+            size = sum(len(one.data) for one in tail.range(tail.durable, tail.taken))
+            if taken >= HANGS_SECONDS + size / HANGS_BYTES_A_SECOND:
+                host.bucket.hangs = StorageFailedError(
+                    f"a write to the disk of this server has not ended for {taken:.0f} s",
+                    hint="mend the disk; another server can be active meanwhile",
+                    retriable=True,
+                )
+
     @property
-    def being_written(self) -> dict[tuple[int, int], int]:
-        """The sizes of the commits that journals are writing, by the bucket's version and how far it is; one that waits for room
-        is none.
-        """
-        tails = {v: h.bucket.tail for v, h in self._hosts().items() if not h.bucket.stalled}
-        return {
-            (v, tail.durable): sum(len(one.data) for one in tail.range(tail.durable, tail.taken))
-            for v, tail in tails.items()
-            if tail.durable < tail.taken
-        }
+    def hangs(self) -> StorageFailedError | None:
+        """That a write neither ends nor fails, of the first such bucket; None where all end."""
+        return next(filter(None, (host.bucket.hangs for host in self._catalog.hosts)), None)
 
     @property
     def unfit(self) -> UprError | None:
-        """Why another server should be the active one if it can: a partition is dead here, or writes have no room now."""
+        """Why another server should be the active one if it can: a partition is dead here, writes have no room now, or do not end."""
         for host in self._catalog.hosts:
+            if host.bucket.hangs is not None:
+                return host.bucket.hangs.with_traceback(None)
             dead = np.flatnonzero(host.bucket.partitions.state == DEAD)
             if len(dead):
                 return DataDamagedError(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Final, Protocol
 
 from upr.replica.fencing import Rows
+from upr.replica.inventory import LOOK_SECONDS
 from upr.replica.ownership import Ownership
 from upr.service.buckets.catalog import Catalog
 from upr_protocol.errors import UprError
@@ -17,7 +18,6 @@ from upr_protocol.wire.v1.types_pb2 import SetPart
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5
 PATIENCE_SECONDS = 5.0
 """Time that something must last which is so for a moment after each start."""
 ETCD: Final = "etcd"
@@ -86,6 +86,8 @@ class SetStatus:
         loop = asyncio.get_running_loop()
         self._since = loop.time()
         while True:
+            # Here nothing waits for the disk.
+            self._ownership.inventory.look(loop.time())
             self._look(loop.time())
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -140,7 +142,7 @@ class SetStatus:
         return unfit and UprError(
             f"this replica is not in step, because it could not be the active server: {unfit.message}",
             reason=unfit.reason,
-            hint="free some space, or see to the dead partition",
+            hint="free some space, mend the disk, or see to the dead partition",
             retriable=True,
         )
 

@@ -94,6 +94,7 @@ class UpstreamStream:
         """
         acknowledging: asyncio.Task[None] | None = None
         try:
+            self._check_disk()
             opened = await self._open()
             # Stored blocks come without the numbers of their producers, until the tables are told.
             self._upstream_state.begin_tables()
@@ -111,6 +112,8 @@ class UpstreamStream:
             self._upstream_state.connected = True
             acknowledging = asyncio.create_task(self._acknowledge())
             while True:
+                # Who follows is counted, and the next owner would wait for its promise.
+                self._check_disk()
                 await self._take(await self._read(silence))
                 if acknowledging.done():
                     acknowledging.result()
@@ -124,6 +127,10 @@ class UpstreamStream:
                 acknowledging.cancel()
                 await asyncio.gather(acknowledging, return_exceptions=True)
             self._call.cancel()
+
+    def _check_disk(self) -> None:
+        if self._bucket.hangs is not None:
+            raise self._bucket.hangs.with_traceback(None)
 
     async def _open(self) -> wire.Opened:
         identity = self._bucket.identity
