@@ -114,6 +114,33 @@ async def test_with_the_answer_to_a_heartbeat_all_credit_goes_back(host: BucketS
 
 
 @pytest.mark.asyncio
+async def test_a_lag_is_as_old_as_what_is_missing_however_seldom_it_is_asked_for(
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under steady writing something is on its way whenever somebody asks, and all that was named before has come."""
+    assert host.upstream_state is not None
+    upstream_state, table, now = host.upstream_state, host.bucket.partitions, 1e6
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("upr.service.buckets.upstream_state.time", clock)
+    stream, upstream_state.connected = UpstreamStream(host, Upstream(), ME), True
+
+    async def named(seqno: int) -> None:
+        told = np.array([(5, seqno)], POSITION).tobytes()
+        await stream._take(wire.FollowResponse(heartbeat=wire.Heartbeat(high_seqnos=told)))
+
+    for seqno in range(1, 100):
+        await named(seqno)
+        now += 1.0
+        table.durable[5] = seqno
+    await named(100)
+    now += 0.25
+    assert (upstream_state.lag(), upstream_state.lag_seconds()) == (1, 0.25)
+    await named(101)
+    now += 60.0
+    assert (upstream_state.lag(), upstream_state.lag_seconds()) == (2, 60.25)
+
+
+@pytest.mark.asyncio
 async def test_a_join_is_complete_when_what_the_tables_name_is_here(host: BucketService) -> None:
     assert host.upstream_state is not None
     upstream_state, table = host.upstream_state, host.bucket.partitions

@@ -291,8 +291,7 @@ class UpstreamStream:
             case "heartbeat":
                 moved = np.frombuffer(message.heartbeat.high_seqnos, POSITION)
                 partitions = moved["partition"].astype(np.int64)
-                highs = self._upstream_state.highs
-                highs[partitions] = np.maximum(highs[partitions], moved["seqno"])
+                self._upstream_state.named(partitions, moved["seqno"])
                 await self._say(pong=wire.Pong())
                 # All that came is consumed: the upstream knows by that what is not on its way any more.
                 if back := self._returned.flush():

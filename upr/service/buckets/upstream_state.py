@@ -148,6 +148,12 @@ class UpstreamState:
         durable = self._bucket.partitions.durable
         return int((np.maximum(self.highs, durable) - durable).sum())
 
+    def named(self, partitions: npt.NDArray[np.int64], seqnos: U64) -> None:
+        """Note the newest seqnos of partitions that the upstream names, and whether all that it named before is here."""
+        if self.connected and not self.lag():
+            self._level = time.monotonic()
+        self.highs[partitions] = np.maximum(self.highs[partitions], seqnos)
+
     def lag_seconds(self) -> float:
         """Return the seconds since it last had everything that the upstream named, while connected; 0 while it has."""
         if self.connected and not self.lag():
