@@ -309,6 +309,12 @@ _LOST_CODES: Final = (
 """Status codes of gRPC itself, besides UNAVAILABLE, for a connection that breaks during a call."""
 
 
+def took_too_long(error: UprError) -> bool:
+    """Return whether a call ended because no answer came in its time, and not for what was answered, or as nobody was there."""
+    code = getattr(error.__cause__, "code", lambda: None)()
+    return code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 def call_error(error: grpc.RpcError) -> UprError:
     """Return the domain error behind a failed call; a broken connection is retriable whatever code gRPC gave it."""
     domain = error_from_call(error)

@@ -87,6 +87,21 @@ def test_a_save_that_is_not_answered_names_the_way_out_once(server: ScriptedServ
     assert ["credit_bytes" in line for line in told] == [True, False]
 
 
+def test_a_save_that_meets_no_server_does_not_speak_of_a_slow_link(server: ScriptedServer) -> None:
+    said: list[str] = []
+    write_keys(server, 1)
+    tuning = Tuning(heartbeat_seconds=60, save_seconds=60)
+    with Client(server.target) as client:
+        options: dict[str, Any] = {"resume": ServerPositions("c"), "on_status": said.append}
+        with client.bucket().changes(only=Only([P]), tuning=tuning, **options) as changes:
+            for _ in range(2):
+                next(changes)
+            with server.unreachable():
+                changes.save()
+    told = [line for line in said if line.startswith("positions were not stored")]
+    assert ["credit_bytes" in line for line in told] == [False]
+
+
 def test_a_cut_connection_loses_nothing(server: ScriptedServer, follow: Follow) -> None:
     follower = follow()
     events: list[Event] = []

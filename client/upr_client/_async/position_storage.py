@@ -9,6 +9,7 @@ from upr_client._async.call import BucketHandle
 from upr_client._async.io import Semaphore, now, run_blocking
 from upr_client.changes.options import ChangesOptions
 from upr_client.changes.session import UNSAVED, Following
+from upr_client.endpoints import took_too_long
 from upr_client.positions import save_positions
 from upr_protocol.errors import BucketGoneError, FencedError, UprError
 from upr_protocol.position import Position
@@ -99,7 +100,8 @@ class PositionStorage:
                 with self._mutex:
                     self._following.not_saved(positions, wait=in_server)
                 if in_server and isinstance(error, UprError) and error.retriable:
-                    hint = "" if self._is_late else f" ({_SLOW_HINT})"
+                    is_first = took_too_long(error) and not self._is_late
+                    hint = f" ({_SLOW_HINT})" if is_first else ""
                     self._is_late = True
                     self._say(f"positions were not stored: {error}; trying again{hint}")
                     return
