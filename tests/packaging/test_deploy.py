@@ -23,6 +23,7 @@ from upr.cli.server import main
 from upr.cli.settings import config_of
 from upr.config import ServerConfig
 from upr_client import Client
+from upr_client.backoff import LONGEST_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -117,6 +118,15 @@ def test_a_consumer_that_is_behind_is_one_alarm_of_a_set() -> None:
     """Replicas have the positions of consumers too, and would tell it once more each."""
     (rule,) = [rule["expr"] for rule in RULES if "upr_consumer_lag_rows" in rule["expr"]]
     assert rule.endswith(' and on (instance) upr_active{job="upr"} == 1')
+
+
+def test_one_writer_that_tries_again_and_again_is_enough_for_an_alarm() -> None:
+    """Its pauses grow, and what it is refused for lasts."""
+    (rule,) = (rule for rule in RULES if rule["name"] == "UprWritesRefused")
+    refused = re.match(r'increase\(upr_refusals_total\{.*"(.*)"\}\[(\d)m\]\) > 0 or ', rule["expr"])
+    assert refused is not None
+    assert {"NO_ROOM", "QUOTA_EXCEEDED"} < {*refused[1].split("|")}
+    assert 60 * int(refused[2]) > 4 * LONGEST_SECONDS
 
 
 def test_every_alarm_is_in_the_manual() -> None:
