@@ -13,11 +13,17 @@ from tests.harness import until
 from tests.replica.members import Start, never, write
 from upr.cli import admin as commands
 from upr.cli.admin_commands import topology
+from upr.replica.inventory import Inventory
 from upr.replica.set_status import COPIES, COUNTED, PATIENCE_SECONDS, UNFIT, SetStatus
 from upr.replica.upstream_stream import UpstreamStream
 from upr.service.admin import replicas_of
 from upr_client.admin import Promotion
-from upr_protocol.errors import NoRoomError, TooFewReplicasError, UprError
+from upr_protocol.errors import (
+    NoRoomError,
+    StorageFailedError,
+    TooFewReplicasError,
+    UprError,
+)
 from upr_protocol.ownership import Row, Standing
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
@@ -239,3 +245,25 @@ async def test_what_a_set_does_goes_on_after_a_moment_without_memory(
     assert replicating is not None
     await until(lambda: replicating.done() or len(looks) > 1)
     assert not replicating.done()
+
+
+def test_what_hangs_is_a_write_that_neither_ends_nor_fails() -> None:
+    tail = SimpleNamespace(durable=3, taken=4, range=lambda *_: [SimpleNamespace(data=b"row")])
+    bucket = SimpleNamespace(stalled=False, failure=None, hangs=None, tail=tail)
+    bucket.identity = SimpleNamespace(version=7)
+    inventory = Inventory(SimpleNamespace(hosts=[SimpleNamespace(bucket=bucket)]))  # type: ignore[arg-type]
+    # A process that stood still was not waiting for its disk.
+    for now in (100.0, 100.5, 200.0):
+        inventory.look(now)
+    assert inventory.hangs is None
+    for step in range(20):
+        inventory.look(200.5 + step / 2)
+    assert inventory.hangs is not None
+    assert "a write to the disk of this server has not ended for" in str(inventory.hangs)
+    # Whoever asks is told why it failed.
+    bucket.failure = StorageFailedError("a failed fsync")
+    inventory.look(211.0)
+    assert inventory.hangs is None
+    bucket.failure, tail.durable, tail.taken = None, 4, 5
+    inventory.look(211.5)
+    assert inventory.hangs is None

@@ -334,8 +334,9 @@ class Inventory:
         before, self._writing = self._writing, {}
         for version, host in self._hosts().items():
             tail, host.bucket.hangs = host.bucket.tail, None
-            # What waits for room is none.
-            if host.bucket.stalled or tail.durable >= tail.taken:
+            # What waits for room, or has failed, hangs not.
+            ends = host.bucket.stalled or host.bucket.failure is not None
+            if ends or tail.durable >= tail.taken:
                 continue
             taken = before.get((version, tail.durable), 0.0) + seconds
             self._writing[version, tail.durable] = taken
