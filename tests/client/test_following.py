@@ -413,8 +413,9 @@ def test_a_member_stores_nothing_before_a_new_call_said_under_which_generation()
     assert made.following.next_step(True) is Step.LOAD
     stored = Position(VERSION, ID_A, None, 0, 0, (), None)
     made.found((1, stored, 5), (2, stored, 5))
+    assert made.starts() == [(1, 2), (2, 0)]
+    made.take(answers(started(1, 11), started(2, 12)))
     assert made.following.next_step(True) is Step.RECEIVE
-    made.following.due()
     made.assign(6, 1, 2)
     assert made.following.next_step(True) is Step.SAVE
     assert made.save()[1] == 2
@@ -456,7 +457,7 @@ def test_nothing_is_stored_before_it_is_known_what_an_operator_has_set() -> None
 
 
 def test_what_an_operator_has_not_touched_is_stored_behind_the_loading() -> None:
-    made = owner()
+    made = owner(tuning=Tuning(save_seconds=0))
     made.take(frame((11, run_block(1, 0, 2))))
     made.following.acknowledge()
     made.following.session.disconnected()
@@ -465,6 +466,10 @@ def test_what_an_operator_has_not_touched_is_stored_behind_the_loading() -> None
     stored = made.following.ownership
     assert stored is not None
     made.found(*((p, stored._stored[p], 5) for p in (1, 2)))
+    assert made.starts() == [(1, 2), (2, 0)]
+    # It is not known before that the server has as much.
+    assert made.following.next_step(True) is Step.RECEIVE
+    made.take(answers(started(1, 11), started(2, 12)))
     assert made.following.next_step(True) is Step.SAVE
     assert made.save() == {1: 2}
 

@@ -72,7 +72,7 @@ def test_it_goes_on_where_it_stood(server_process: StartServer, tmp_path: Path) 
 async def heartbeats(target: str, count: int) -> None:
     """Wait until another call was sent as many."""
     async with RawClient(target) as client:
-        follow = await client.follow(heartbeat_seconds=0.5)
+        follow = await client.follow(heartbeat_seconds=1)
         await follow.start(start_at(0))
         for _ in range(count):
             await follow.until("heartbeat")
@@ -83,10 +83,10 @@ def test_it_answers_heartbeats_and_connects_again(
 ) -> None:
     server = server_process()
     write(server, (b"a", b"1"))
-    with running(tmp_path, command_of(server.target, "--heartbeat", "0.5")) as example:
+    with running(tmp_path, command_of(server.target, "--heartbeat", "1")) as example:
         example.wait_until(lambda: kept(tmp_path) == {b"a": b"1"})
         # Who is silent for three of them is ended.
-        asyncio.run(heartbeats(server.target, 5))
+        asyncio.run(heartbeats(server.target, 4))
         write(server, (b"a", b"2"))
         example.wait_until(lambda: kept(tmp_path) == {b"a": b"2"})
         assert example.words == ""

@@ -213,6 +213,7 @@ def test_what_could_not_be_opened_leaves_no_descriptor(
     with closing(Store(folder / "store")) as store:
         store.clear_proof()
     monkeypatch.setattr(Store, "write_recovery", full)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         # Behind the journal: what is open of it would keep the room of segments that are removed later, too.

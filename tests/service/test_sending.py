@@ -14,7 +14,7 @@ import uvloop
 
 from tests.conftest import StartServer
 from tests.harness import WAIT_SECONDS, pass_turns, poll
-from tests.raw import RawClient, RawFollow, start_at
+from tests.raw import PATIENT, RawClient, RawFollow, start_at
 from tests.service.test_received import MIB, sampled, within
 from upr.service.overload.sending_room import Sender, SendingRoom
 from upr_client import AsyncClient
@@ -246,8 +246,8 @@ async def answer_heartbeats(follow: RawFollow, late: asyncio.Event) -> None:
 async def test_consumers_that_give_no_credit_keep_nobody_up(
     server_process: StartServer, count: int, size: int
 ) -> None:
-    """They answer heartbeats, so they stay; what waits for their credit takes no room."""
-    server = server_process()
+    """They answer heartbeats; what waits for their credit takes no room."""
+    server = server_process(constants=PATIENT)
     async with AsyncClient(server.target) as writing:
         bucket = writing.bucket()
         for number in range(4):
@@ -264,7 +264,6 @@ async def test_consumers_that_give_no_credit_keep_nobody_up(
             follow.give_credit = False
             await follow.send(start=changes.Start(partitions=[start_at(partition)]))
             late = asyncio.Event()
-            # From now on: those that come later take longer to open than a silent one is waited for.
             paused.append((group.create_task(answer_heartbeats(follow, late)), late))
         # Each gets what its credit allows, and is alive.
         for _, late in paused:

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from tests.conftest import StartServer
-from tests.raw import RawClient, RawFollow, all_rows, start_at
+from tests.raw import PATIENT, RawClient, RawFollow, all_rows, start_at
 from tests.service.keys import some_keys
 from tests.service.test_compression import ROWS, zstd_server
 from tests.service.test_follow import fill
@@ -164,24 +164,28 @@ async def test_a_prefix_longer_than_a_key_is_refused(target: str) -> None:
         assert "4096" in (await call.details())
 
 
-async def frames_of(follow: RawFollow, give_credit: bool) -> list[wire.Frame]:
-    """Read on until a stream ends, or three heartbeats came without a frame between them."""
+async def frames_of(follow: RawFollow, give_credit: bool) -> tuple[list[wire.Frame], bool]:
+    """Read on until a stream ends; without credit, or until three heartbeats came without a frame between them.
+
+    Returns:
+        The frames, and whether it has ended.
+    """
     follow.give_credit = give_credit
     frames: list[wire.Frame] = []
     beats = 0
-    while beats < 3:
+    while give_credit or beats < 3:
         message = await follow.read()
         if message.HasField("ended"):
-            break
+            return frames, True
         beats = beats + 1 if message.HasField("heartbeat") else 0
         if message.HasField("frame"):
             frames.append(message.frame)
-    return frames
+    return frames, False
 
 
 @pytest.mark.asyncio
 async def test_plain_rows_cost_the_credit_what_their_blocks_do(server_process: StartServer) -> None:
-    server = server_process()
+    server = server_process(constants=PATIENT)
     async with RawClient(server.target) as client:
         writer = await client.writer("")
         for rows in (1, 3, 40, 200, 7):
@@ -195,11 +199,12 @@ async def test_plain_rows_cost_the_credit_what_their_blocks_do(server_process: S
                 )
                 await follow.send(credit=wire.Credit(bytes=0))
                 await follow.start(start_at(P, until_now=True))
-                first = await frames_of(follow, False)
-                assert sum(frame.credit_bytes for frame in first[:-1]) < 2000
+                frames, ended = await frames_of(follow, False)
+                assert sum(frame.credit_bytes for frame in frames[:-1]) < 2000
                 # More than is outstanding is all of it.
                 await follow.send(credit=wire.Credit(bytes=2**64 - 1))
-                frames = first + await frames_of(follow, True)
+                if not ended:
+                    frames += (await frames_of(follow, True))[0]
                 costs.append(sum(frame.credit_bytes for frame in frames))
                 if plain:
                     assert [m.seqno for run in runs_of(frames) for m in run.rows][-1] == 251

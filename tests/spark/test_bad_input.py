@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -116,12 +116,11 @@ def test_no_memory_is_no_damage() -> None:
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     sink = LocalStorage(tmp_path).create("data/1/a")
     sink.close()
-    full: Any = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
-    sink._file = full
-    with pytest.raises(OSError, match="data/1/a") as refused:
-        sink.write(bytes(2**20))
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        sink._file = cast(Any, full)
+        with pytest.raises(OSError, match="data/1/a") as refused:
+            sink.write(bytes(2**20))
     assert refused.value.errno == errno.ENOSPC
-    sink.close()
 
 
 def test_an_empty_argument_is_refused(made: Source) -> None:
