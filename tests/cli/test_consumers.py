@@ -75,7 +75,7 @@ async def test_the_members_of_a_group_are_shown_with_what_they_own(
         assert len(whole["positions"]) == 1024
         last = whole["positions"][1023]
         assert (last["partition"], last["member"], last["seqno"]) == (1023, "b", 2)
-        assert (last["high_seqno"], whole["positions"][0]["last_ack"]) == (5, None)
+        assert (last["high_seqno"], last["lag"], whole["positions"][0]["last_ack"]) == (5, 3, None)
         line = (await text(target, "show", NAME)).splitlines()[-1].split()
         assert line[:2] == ["1023", "b"]
         assert line[3:6] == ["2", "5", "3"]

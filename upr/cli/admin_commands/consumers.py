@@ -179,8 +179,8 @@ def _members(info: "ConsumerInfo") -> str:
 
 
 def _positions(info: "ConsumerInfo") -> Iterator[tuple[object, ...]]:
-    for place, at in zip(_places(info.positions), info.positions.values(), strict=True):
-        told = {"name": info.name, "lag": at.lag, **place}
+    for place in _places(info.positions):
+        told = {"name": info.name, **place}
         yield tuple("-" if told[name] is None else told[name] for name in _POSITION_COLUMNS)
 
 
@@ -192,6 +192,7 @@ def _places(positions: "Mapping[int, ConsumerPosition]") -> list[dict[str, Any]]
             "failover_id": format_failover_id(at.failover_id) if at.failover_id else None,
             "seqno": at.seqno,
             "high_seqno": at.high_seqno,
+            "lag": at.lag,
             "last_ack": format_micros(at.time),
         }
         for partition, at in positions.items()

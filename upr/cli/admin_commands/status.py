@@ -178,6 +178,7 @@ def storage(client: "Client", bucket: str, as_json: bool) -> None:
     }
     document = asdict(found) | {
         "bucket_version": f"{found.bucket_version:016x}",
+        "compression": lines["compression"],
         "write_amplification": factor,
     }
     width = max(map(len, lines))
