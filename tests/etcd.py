@@ -70,7 +70,7 @@ class RunningEtcd:
             handlers.append(urllib.request.HTTPSHandler(context=context))
         url = f"{self.url(self.endpoints[number])}/{path}"
         opener = urllib.request.build_opener(*handlers)
-        with opener.open(url, data, timeout=1.0) as answer:
+        with opener.open(url, data, timeout=WAIT_SECONDS) as answer:
             return bytes(answer.read(4096))
 
     def _is_ready(self, number: int) -> bool:
