@@ -599,6 +599,22 @@ def test_nothing_is_started_while_what_must_be_stored_could_not_be() -> None:
     assert made.starts() == [(1, 8)]
 
 
+def test_what_a_server_moved_is_not_stored_over_what_an_operator_has_set() -> None:
+    made = owner()
+    stored = Position(VERSION, ID_A, ID_A, 8, 8, (8,), LOG)
+    made.following.lost(FencedError("gone", retriable=True))
+    made.open(generation=6)
+    made.found((1, stored, 6), (2, stored, 6))
+    assert made.starts() == [(1, 8), (2, 8)]
+    made.take(answers(rollback(1, 8, ID_B, (ID_A, 0), (ID_B, 8)), started(2, 13)))
+    made.following.session.disconnected()
+    made.open(generation=7)
+    assert made.following.next_step(True) is Step.LOAD
+    assert made.save() == {}
+    made.found((1, Position(VERSION, ID_A, ID_A, 0, 0, (), LOG), 7))
+    assert made.following.session.position(1).seqno == 0
+
+
 def test_a_refusal_is_an_error_only_when_the_call_goes_on() -> None:
     made = owner()
     error = FencedError("another owner")
