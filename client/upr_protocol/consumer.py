@@ -434,7 +434,10 @@ class Consumer:
 
     def finish(self, partitions: Iterable[int]) -> None:
         """Take nothing more of these partitions; their positions stay."""
-        self._leave(partitions, _DONE)
+        gone = list(partitions)
+        # No Start of theirs is answered any more, and who gives a partition up stores its position first.
+        self._unsure[gone] &= self._state[gone] == _UNDOING
+        self._leave(gone, _DONE)
 
     def resume(self, partitions: Iterable[int]) -> None:
         self._state[list(partitions)] = _READY

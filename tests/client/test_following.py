@@ -421,6 +421,22 @@ def test_a_member_stores_nothing_before_a_new_call_said_under_which_generation()
     assert made.save()[1] == 2
 
 
+def test_what_is_asked_back_before_it_was_started_again_is_stored_first() -> None:
+    """As where another member joined while this one's connection was broken."""
+    made = member()
+    made.take(frame((11, run_block(1, 0, 2))))
+    made.following.acknowledge()
+    made.following.session.disconnected()
+    made.open()
+    stored = Position(VERSION, ID_A, None, 0, 0, (), None)
+    made.found((1, stored, 5), (2, stored, 5))
+    assert made.starts() == [(1, 2), (2, 0)]
+    made.assign(6, 1, 2, release=(1,))
+    assert made.following.next_step(True) is Step.SAVE
+    assert made.save()[1] == 2
+    assert made.following.next_step(True) is Step.RELEASE
+
+
 # Ends.
 
 
