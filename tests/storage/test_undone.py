@@ -125,6 +125,8 @@ def test_what_was_not_undone_after_all_is_forgotten_and_nothing_else(tmp_path: P
         {"further": 5},
         {"further": {"a": ""}},
         {"further": {"1": "!"}},
+        {"further": {"-1": ""}},
+        {"further": {"17": ""}},
     ],
     ids=str,
 )

@@ -34,7 +34,7 @@ from upr_protocol.block import (
     block_values,
 )
 from upr_protocol.errors import DataDamagedError
-from upr_protocol.limits import PARTITIONS
+from upr_protocol.limits import FURTHER_COLUMNS_MAX, PARTITIONS
 from upr_protocol.wire.cells import block_cells
 
 _PLAIN = re.compile("[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
@@ -213,7 +213,8 @@ def _is_mutation(row: Mapping[str, Any]) -> bool:
     if row.get("op") not in ("set", "delete") or (row["op"] == "set") != ("value" in row):
         return False
     try:
-        [int(id_) for id_ in further]
+        if not all(1 <= int(id_) <= FURTHER_COLUMNS_MAX for id_ in further):
+            return False
         for text in (row["key"], row.get("value", ""), *further.values()):
             base64.b64decode(text, validate=True)
     except (AttributeError, KeyError, TypeError, ValueError):
