@@ -28,7 +28,12 @@ from upr.service.buckets.bucket_service import BucketService
 from upr.service.replica_tables import TableFeed
 from upr.service.storage_trouble import Failing
 from upr_protocol.block import POSITION
-from upr_protocol.errors import PermissionDeniedError, UnavailableError, UprError
+from upr_protocol.errors import (
+    PermissionDeniedError,
+    StorageFailedError,
+    UnavailableError,
+    UprError,
+)
 from upr_protocol.failover import FailoverLog, FailoverRecord
 from upr_protocol.limits import PARTITIONS
 from upr_protocol.wire.v1 import admin_service_pb2 as admin
@@ -417,6 +422,31 @@ async def test_a_server_that_cannot_store_asks_less_and_less_often_and_says_so_o
     assert words[:3] == [ended, again, ended]
     assert host.upstream_state is not None
     assert "gone" in str(host.upstream_state.problem)
+
+
+@pytest.mark.asyncio
+async def test_who_follows_nobody_while_its_disk_hangs_is_back_soon(
+    host: BucketService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aways: list[bool] = []
+
+    def delay(*_: Any, away: bool) -> float:
+        aways.append(away)
+        return 0 if len(aways) < 4 else 1000
+
+    monkeypatch.setattr(replication, "delay", delay)
+    catalog: Any = SimpleNamespace(directory_id="d", incarnation="i", replica_set="s")
+    following = Replication(catalog, ["127.0.0.1:1"], True, lambda: "a", Links())
+    host.bucket.hangs = StorageFailedError("a write has not ended")
+    upstream = Upstream(OPENED)
+    task = asyncio.create_task(
+        following._receive(host, "127.0.0.1:1", SimpleNamespace(Follow=lambda: upstream))
+    )
+    await until(lambda: len(aways) >= 4)
+    task.cancel()
+    assert aways == [True] * 4
+    assert host.upstream_state is not None
+    assert host.upstream_state.problem is host.bucket.hangs
 
 
 @pytest.mark.asyncio

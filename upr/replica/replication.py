@@ -358,11 +358,13 @@ class Replication:
                     extra={"bucket": identity.name, "error": str(problem)},
                 )
             # What cannot be stored here costs the upstream a whole call each time.
-            stores = host.serves and not isinstance(problem, StorageFailedError | NoRoomError)
+            soon = host.serves and not isinstance(problem, StorageFailedError | NoRoomError)
+            # While the disk hangs nothing is sent, and who is back late is counted late.
+            soon = soon or host.bucket.hangs is not None
             # Two that run from copies of one directory would end each other's calls as fast as they open them.
             superseded = superseded + 1 if problem.reason == SUPERSEDED.reason else 0
             tries = max(trouble.tries, superseded)
-            await asyncio.sleep(delay(tries, random.random(), away=stores))
+            await asyncio.sleep(delay(tries, random.random(), away=soon))
             trouble.tries += 1
 
     async def _undo(
