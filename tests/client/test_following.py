@@ -597,7 +597,8 @@ def test_what_the_server_could_not_store_is_tried_again_after_a_pause() -> None:
     assert made.save() == {1: 2}
 
 
-def test_nothing_is_started_while_what_must_be_stored_could_not_be() -> None:
+def moved() -> World:
+    """A sole owner whose position in partition 1 the server moved to a new history, which is not stored yet."""
     made = owner()
     stored = Position(VERSION, ID_A, ID_A, 8, 8, (8,), LOG)
     made.following.lost(FencedError("gone", retriable=True))
@@ -605,6 +606,11 @@ def test_nothing_is_started_while_what_must_be_stored_could_not_be() -> None:
     made.found((1, stored, 6), (2, stored, 6))
     assert made.starts() == [(1, 8), (2, 8)]
     made.take(answers(rollback(1, 8, ID_B, (ID_A, 0), (ID_B, 8)), started(2, 13)))
+    return made
+
+
+def test_nothing_is_started_while_what_must_be_stored_could_not_be() -> None:
+    made = moved()
     assert made.following.next_step(True) is Step.SAVE
     made.following.not_saved(made.following.begin_save(), wait=True)
     assert made.following.next_step(True) is Step.RECEIVE
@@ -616,13 +622,7 @@ def test_nothing_is_started_while_what_must_be_stored_could_not_be() -> None:
 
 
 def test_what_a_server_moved_is_not_stored_over_what_an_operator_has_set() -> None:
-    made = owner()
-    stored = Position(VERSION, ID_A, ID_A, 8, 8, (8,), LOG)
-    made.following.lost(FencedError("gone", retriable=True))
-    made.open(generation=6)
-    made.found((1, stored, 6), (2, stored, 6))
-    assert made.starts() == [(1, 8), (2, 8)]
-    made.take(answers(rollback(1, 8, ID_B, (ID_A, 0), (ID_B, 8)), started(2, 13)))
+    made = moved()
     made.following.session.disconnected()
     made.open(generation=7)
     assert made.following.next_step(True) is Step.LOAD

@@ -251,7 +251,8 @@ def test_what_hangs_is_a_write_that_neither_ends_nor_fails() -> None:
     tail = SimpleNamespace(durable=3, taken=4, range=lambda *_: [SimpleNamespace(data=b"row")])
     bucket = SimpleNamespace(stalled=False, failure=None, hangs=None, tail=tail)
     bucket.identity = SimpleNamespace(version=7)
-    inventory = Inventory(SimpleNamespace(hosts=[SimpleNamespace(bucket=bucket)]))  # type: ignore[arg-type]
+    catalog: Any = SimpleNamespace(hosts=[SimpleNamespace(bucket=bucket)])
+    inventory = Inventory(catalog)
     # A process that stood still was not waiting for its disk.
     for now in (100.0, 100.5, 200.0):
         inventory.look(now)

@@ -150,13 +150,16 @@ class UpstreamState:
 
     def named(self, partitions: npt.NDArray[np.int64], seqnos: U64) -> None:
         """Note the newest seqnos of partitions that the upstream names, and whether all that it named before is here."""
-        if self.connected and not self.lag():
-            self._level = time.monotonic()
+        self._is_level()
         self.highs[partitions] = np.maximum(self.highs[partitions], seqnos)
 
     def lag_seconds(self) -> float:
         """Return the seconds since it last had everything that the upstream named, while connected; 0 while it has."""
-        if self.connected and not self.lag():
+        return 0.0 if self._is_level() else time.monotonic() - self._level
+
+    def _is_level(self) -> bool:
+        """Return whether all that the upstream named is here, and note the time at which it is."""
+        level = self.connected and not self.lag()
+        if level:
             self._level = time.monotonic()
-            return 0.0
-        return time.monotonic() - self._level
+        return level
